@@ -1,0 +1,54 @@
+"""jaxhybrid: hybrid attention and recurrent language models, with the cache as a value."""
+
+from jaxhybrid.batch import Batch, Ubatch, make_ubatch
+from jaxhybrid.cache import (
+    Cache,
+    clear,
+    create_cache,
+    fork,
+    is_lossy,
+    seq_cp,
+    seq_keep,
+    seq_pos_max,
+    seq_pos_min,
+    seq_rm,
+    state_bytes,
+)
+from jaxhybrid.checkpoint import load_params, save_params
+from jaxhybrid.driver import decode
+from jaxhybrid.errors import BatchError, CacheFullError, CheckpointError, JaxHybridError
+from jaxhybrid.hparams import Hparams
+from jaxhybrid.model import forward, init_params, spec, step
+from jaxhybrid.params import Params
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Batch",
+    "BatchError",
+    "Cache",
+    "CacheFullError",
+    "CheckpointError",
+    "Hparams",
+    "JaxHybridError",
+    "Params",
+    "Ubatch",
+    "clear",
+    "create_cache",
+    "decode",
+    "fork",
+    "forward",
+    "init_params",
+    "is_lossy",
+    "load_params",
+    "make_ubatch",
+    "save_params",
+    "seq_cp",
+    "seq_keep",
+    "seq_pos_max",
+    "seq_pos_min",
+    "seq_rm",
+    "spec",
+    "state_bytes",
+    "step",
+]

@@ -1,0 +1,162 @@
+"""The recurrent child of a cache: slots of state, and one slot that is always zero.
+
+A sequence without a state reads the zero slot, which is never written. Sequences may share a slot; a
+row that writes gets a slot of its own first (copy on write), or writes in place when it is the only
+owner.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from flax import struct
+from jax import Array
+
+State = dict[str, Array]
+
+
+@struct.dataclass
+class RecurrentCache:
+    """states: one dict a layer in `layers`, each array [slots + 1, ...]; the last row is the zero slot.
+
+    slots, positions: int32 [sequences, remembered states], newest first: the slot that holds the
+    sequence's state and the position of the last token that state has seen (-1, and the zero slot,
+    where there is none). Column 0 is the tail.
+    """
+
+    states: tuple[State, ...]
+    slots: Array
+    positions: Array
+    layers: tuple[int, ...] = struct.field(pytree_node=False)
+
+    @property
+    def zero_slot(self) -> int:
+        return self.slots.size
+
+    @property
+    def n_seq_max(self) -> int:
+        return self.slots.shape[0]
+
+
+@struct.dataclass
+class SlotPlan:
+    """Slots one ubatch reads and writes, int32 [B]; a target out of range is not written."""
+
+    source: Array
+    target: Array
+
+
+@struct.dataclass
+class LayerSlots:
+    """One layer's states with the plan of a step: rows in, rows out."""
+
+    state: State
+    plan: SlotPlan
+
+    def read(self) -> State:
+        """The state of each row before the step, each array [B, ...]."""
+        return {name: array[self.plan.source] for name, array in self.state.items()}
+
+    def write(self, rows: State) -> LayerSlots:
+        """Store the state of each row after the step."""
+        return self.replace(
+            state={
+                name: array.at[self.plan.target].set(rows[name].astype(array.dtype), mode="drop")
+                for name, array in self.state.items()
+            }
+        )
+
+
+def create(
+    layers: tuple[int, ...],
+    state_shapes: tuple[dict[str, tuple[int, ...]], ...],
+    n_seq_max: int,
+    dtypes: dict[str, jnp.dtype],
+    state_dtype: jnp.dtype,
+) -> RecurrentCache:
+    """`dtypes` overrides `state_dtype` for the named arrays (the convolution's history)."""
+    return RecurrentCache(
+        states=tuple(
+            {
+                name: jnp.zeros((n_seq_max + 1, *shape), dtypes.get(name, state_dtype))
+                for name, shape in shapes.items()
+            }
+            for shapes in state_shapes
+        ),
+        slots=jnp.full((n_seq_max, 1), n_seq_max, jnp.int32),
+        positions=jnp.full((n_seq_max, 1), -1, jnp.int32),
+        layers=layers,
+    )
+
+
+# ------------------------------------------------------------------------------------------ a step
+
+
+def occupy(
+    cache: RecurrentCache, seq_ids: Array, lengths: Array, last: Array, ok: Array
+) -> tuple[RecurrentCache, SlotPlan]:
+    """Choose slots for rows of sequences `seq_ids` [B] whose last token will be at `last` [B].
+
+    Rows of length 0, and every row when `ok` is false, write nothing and change nothing. There is
+    always room: a sequence needs at most one slot, and there is one for each.
+    """
+    zero = cache.zero_slot
+    active = lengths > 0
+    source = jnp.where(active, cache.slots[seq_ids, 0], zero)
+    users = jnp.zeros(zero + 1, jnp.int32).at[cache.slots.reshape(-1)].add(1)
+    same = active[:, None] & active & (source[:, None] == source)
+    earlier = jnp.sum(jnp.tril(same, -1), axis=1)  # rows before this one that read the same slot
+    # in place for the only owner, or for the last owner once all the others have moved away
+    in_place = active & (source != zero) & (earlier == users[source] - 1)
+    moves = active & ~in_place
+    free = jnp.cumsum(users[:zero] == 0)
+    fresh = jnp.searchsorted(free, jnp.cumsum(moves), side="left")
+    target = jnp.where(ok & active, jnp.where(in_place, source, fresh), zero + 1).astype(jnp.int32)
+    seqs = jnp.where(ok & active, seq_ids, cache.n_seq_max)
+    cache = cache.replace(
+        slots=cache.slots.at[seqs, 0].set(target, mode="drop"),
+        positions=cache.positions.at[seqs, 0].set(last, mode="drop"),
+    )
+    return cache, SlotPlan(source=source, target=target)
+
+
+def layer_slots(cache: RecurrentCache, layer: int, plan: SlotPlan) -> LayerSlots:
+    return LayerSlots(state=cache.states[cache.layers.index(layer)], plan=plan)
+
+
+def with_layers(cache: RecurrentCache, stored: dict[int, LayerSlots]) -> RecurrentCache:
+    return cache.replace(states=tuple(stored[i].state for i in cache.layers))
+
+
+# -------------------------------------------------------------------------------------- operations
+
+
+def tail(cache: RecurrentCache) -> Array:
+    """int32 [sequences]: position of the last token each sequence's state has seen, or -1."""
+    return cache.positions[:, 0]
+
+
+def clear(cache: RecurrentCache, data: bool) -> RecurrentCache:
+    cache = cache.replace(
+        slots=jnp.full_like(cache.slots, cache.zero_slot), positions=jnp.full_like(cache.positions, -1)
+    )
+    if data:
+        cache = cache.replace(
+            states=tuple({n: jnp.zeros_like(a) for n, a in s.items()} for s in cache.states)
+        )
+    return cache
+
+
+def detach(cache: RecurrentCache, seqs: Array) -> RecurrentCache:
+    """The sequences in `seqs` (bool [sequences]) forget everything; their slots become free."""
+    return cache.replace(
+        slots=jnp.where(seqs[:, None], cache.zero_slot, cache.slots),
+        positions=jnp.where(seqs[:, None], -1, cache.positions),
+    )
+
+
+def share(cache: RecurrentCache, src: Array, dst: Array) -> RecurrentCache:
+    """dst shares the slots of src until one of them writes. A dst out of range changes nothing."""
+    return cache.replace(
+        slots=cache.slots.at[dst].set(cache.slots[src], mode="drop"),
+        positions=cache.positions.at[dst].set(cache.positions[src], mode="drop"),
+    )

@@ -1,0 +1,214 @@
+"""The layer loop: `step` with a cache, `forward` without."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import Array
+
+from jaxhybrid.batch import Ubatch
+from jaxhybrid.cache import attention as cells
+from jaxhybrid.cache import hybrid
+from jaxhybrid.cache import recurrent as slots
+from jaxhybrid.cache.hybrid import Cache
+from jaxhybrid.hparams import Hparams, Layer
+from jaxhybrid.mixers import attention, mamba2
+from jaxhybrid.ops.linear import linear
+from jaxhybrid.ops.mlp import mlp, mlp_spec, moe, moe_spec
+from jaxhybrid.ops.norms import rms_norm
+from jaxhybrid.params import Params, TensorSpec, Tree, initialise, matrix, vector
+
+OK, NO_ROOM, NON_FINITE, BAD_ROW = 0, 1, 2, 3
+"""Status of a row: done; the step found no room and changed nothing; the row's activations are not
+finite; the row's sequence is unknown, occurs twice, or does not continue at its start."""
+
+
+@struct.dataclass
+class StepOutput:
+    """logits: float32 [O, V] of the tokens in `ubatch.outputs`. status: int32 [B], see OK and the rest."""
+
+    logits: Array
+    status: Array
+
+
+# ------------------------------------------------------------------------------------- parameters
+
+
+def spec(hparams: Hparams) -> Tree:
+    """The tree of `TensorSpec` of a model: {"embed", "layers": {"0": ...}, "norm", "head"?}."""
+    d_model, vocab = hparams.d_model, hparams.vocab_size
+    tree: Tree = {
+        "embed": {"weight": TensorSpec((vocab, d_model), ("vocab", "embed"), fan_in=d_model)},
+        "layers": {str(i): _layer_spec(layer, d_model) for i, layer in enumerate(hparams.layers)},
+        "norm": {"weight": vector(d_model, "embed", "ones")},
+    }
+    if not hparams.tie_embeddings:
+        tree["head"] = {"weight": matrix(vocab, d_model, "vocab", "embed")}
+    return tree
+
+
+def _layer_spec(layer: Layer, d_model: int) -> Tree:
+    tree: Tree = {}
+    if layer.attention is not None or layer.recurrent is not None:
+        tree["norm"] = vector(d_model, "embed", "ones")
+    if layer.attention is not None:
+        tree["attention"] = attention.spec(layer.attention, d_model)
+    if layer.recurrent is not None:
+        tree["mamba2"] = mamba2.spec(layer.recurrent, d_model)
+    if layer.mlp is not None or layer.moe is not None:
+        tree["mlp_norm"] = vector(d_model, "embed", "ones")
+    if layer.mlp is not None:
+        tree["mlp"] = mlp_spec(layer.mlp, d_model)
+    if layer.moe is not None:
+        tree["moe"] = moe_spec(layer.moe, d_model)
+    return tree
+
+
+def init_params(hparams: Hparams, key: Array, dtype: Any = jnp.float32) -> Params:
+    """Random parameters for training from scratch; `dtype` of all that is not kept in float32."""
+    return Params(initialise(spec(hparams), key, jnp.dtype(dtype)), hparams)
+
+
+# ------------------------------------------------------------------------------------ the layers
+
+
+class _Wiring(NamedTuple):
+    """The hparams that a block needs, and nothing that differs between models of one shape."""
+
+    norm_eps: float
+    residual_multiplier: float
+
+
+@struct.dataclass
+class _Fresh:
+    """The memory of a recurrent layer that remembers nothing."""
+
+    state: dict[str, Array]
+
+    def read(self) -> dict[str, Array]:
+        return self.state
+
+    def write(self, rows: dict[str, Array]) -> _Fresh:
+        return self
+
+
+@partial(jax.jit, static_argnames=("layer", "wiring"))
+def _block(
+    p: Tree, x: Array, memory: Any, positions: Array, lengths: Array, *, layer: Layer, wiring: _Wiring
+) -> tuple[Array, Any]:
+    """One layer: x [B, T, D] and its (cells, slots) to the same. Traced once per layer kind."""
+    stored, state = memory
+    if layer.attention is not None or layer.recurrent is not None:
+        h = rms_norm(x, p["norm"], wiring.norm_eps).astype(_dtype(p))
+        mixed = []
+        if layer.attention is not None:
+            y, stored = attention.apply(p["attention"], h, stored, positions, layer.attention)
+            mixed.append(y)
+        if layer.recurrent is not None:
+            y, rows = mamba2.apply(p["mamba2"], h, state.read(), lengths, layer.recurrent)
+            state = state.write(rows)
+            mixed.append(y)
+        x = x + wiring.residual_multiplier * sum(mixed[1:], mixed[0]).astype(x.dtype)
+    if layer.mlp is not None or layer.moe is not None:
+        h = rms_norm(x, p["mlp_norm"], wiring.norm_eps).astype(_dtype(p))
+        fed = []
+        if layer.moe is not None:
+            fed.append(moe(p["moe"], h, layer.moe))
+        if layer.mlp is not None:
+            fed.append(mlp(p["mlp"], h, layer.mlp))
+        x = x + wiring.residual_multiplier * sum(fed[1:], fed[0]).astype(x.dtype)
+    return x, (stored, state)
+
+
+def _dtype(p: Tree) -> Any:
+    """The dtype of a layer's weights: that of its first matrix."""
+    return next(leaf.dtype for leaf in jax.tree.leaves(p) if leaf.ndim > 1)
+
+
+def _embed(params: Params, tokens: Array) -> Array:
+    hp = params.hparams
+    x = params["embed"]["weight"][tokens] * jnp.asarray(hp.embedding_multiplier, params.dtype)
+    return x.astype(jnp.float32) if hp.residual_in_float32 else x
+
+
+def _logits(params: Params, x: Array) -> Array:
+    """Final norm and head: x [..., D] to float32 [..., V]."""
+    hp = params.hparams
+    x = rms_norm(x, params["norm"]["weight"], hp.norm_eps).astype(params.dtype)
+    weight = params["embed" if hp.tie_embeddings else "head"]["weight"]
+    return linear(x, weight, dtype=jnp.dtype(jnp.float32)) / hp.logits_divisor
+
+
+# ---------------------------------------------------------------------------------- entry points
+
+
+def step(params: Params, cache: Cache, ubatch: Ubatch) -> tuple[StepOutput, Cache]:
+    """Advance the rows of a ubatch and return logits of the tokens that want them.
+
+    Pure and jittable, differentiable with respect to params. The same function at T = 1 is decode and
+    at larger T prefill. When a row cannot be taken or there is no room, the cache is returned with
+    nothing changed and `status` says so.
+    """
+    hp = params.hparams
+    n_tokens, seq_ids, lengths = ubatch.tokens.shape[1], ubatch.seq_ids, ubatch.lengths
+    active = lengths > 0
+    known = (seq_ids >= 0) & (seq_ids < cache.n_seq_max)
+    safe_ids = jnp.clip(seq_ids, 0, cache.n_seq_max - 1)
+    end = hybrid.positions_max(cache)[safe_ids]
+    starts = jnp.where(ubatch.starts < 0, end + 1, ubatch.starts)
+    twice = jnp.sum((seq_ids[:, None] == seq_ids) & active, axis=1) > 1
+    bad = active & (~known | twice | ((end >= 0) & (starts != end + 1)) | (lengths > n_tokens))
+    planned, plan = hybrid.plan(
+        cache, safe_ids, starts, lengths, n_tokens, ubatch.n_kv, ubatch.aligned, ~jnp.any(bad)
+    )
+
+    x = _embed(params, ubatch.tokens)
+    wiring = _Wiring(hp.norm_eps, hp.residual_multiplier)
+    stored: dict[int, cells.LayerCells] = {}
+    states: dict[int, slots.LayerSlots] = {}
+    for i, layer in enumerate(hp.layers):
+        memory = (
+            cells.layer_cells(planned.attention, i, plan.cells) if layer.attention else None,
+            slots.layer_slots(planned.recurrent, i, plan.slots) if layer.recurrent else None,
+        )
+        p = params["layers"][str(i)]
+        x, memory = _block(p, x, memory, plan.positions, lengths, layer=layer, wiring=wiring)
+        stored[i], states[i] = memory
+
+    if planned.attention is not None:
+        planned = planned.replace(attention=cells.with_layers(planned.attention, stored))
+    if planned.recurrent is not None:
+        planned = planned.replace(recurrent=slots.with_layers(planned.recurrent, states))
+    valid = jnp.arange(n_tokens) < lengths[:, None]
+    finite = jnp.all(jnp.isfinite(x) | ~valid[:, :, None], axis=(1, 2))
+    status = jnp.where(finite, OK, NON_FINITE)
+    status = jnp.where(plan.ok, status, jnp.where(bad, BAD_ROW, NO_ROOM))
+    wanted = x.reshape(-1, x.shape[-1])[jnp.clip(ubatch.outputs, 0, x.shape[0] * n_tokens - 1)]
+    return StepOutput(logits=_logits(params, wanted), status=status.astype(jnp.int32)), planned
+
+
+def forward(params: Params, tokens: Array, lengths: Array | None = None) -> Array:
+    """Logits float32 [B, T, V] of tokens int32 [B, T] from position 0, without a cache: for training.
+
+    lengths: int32 [B], real tokens of each row (None: all of them).
+    """
+    hp = params.hparams
+    rows, n_tokens = tokens.shape
+    if lengths is None:
+        lengths = jnp.full(rows, n_tokens, jnp.int32)
+    positions = jnp.broadcast_to(jnp.arange(n_tokens, dtype=jnp.int32), tokens.shape)
+    causal = attention.Causal(valid=positions < lengths[:, None])
+    x = _embed(params, tokens)
+    wiring = _Wiring(hp.norm_eps, hp.residual_multiplier)
+    for i, layer in enumerate(hp.layers):
+        state = None
+        if layer.recurrent is not None:
+            shapes = layer.recurrent.state_shapes
+            state = _Fresh({n: jnp.zeros((rows, *s), jnp.float32) for n, s in shapes.items()})
+        p = params["layers"][str(i)]
+        x, _ = _block(p, x, (causal, state), positions, lengths, layer=layer, wiring=wiring)
+    return _logits(params, x)

@@ -1,0 +1,30 @@
+"""Matrix products with weights stored [out, in]."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+
+def precision_of(dtype: jnp.dtype) -> lax.Precision:
+    """float32 means float32 on every platform: TPUs would otherwise multiply in bfloat16."""
+    return lax.Precision.HIGHEST if dtype == jnp.float32 else lax.Precision.DEFAULT
+
+
+def linear(
+    x: Array, weight: Array, bias: Array | None = None, dtype: jnp.dtype | None = None
+) -> Array:
+    """x [..., in] times weight [out, in] plus bias [out], accumulated in float32.
+
+    Returns [..., out] in `dtype`, by default that of x.
+    """
+    y = lax.dot_general(
+        x,
+        weight.astype(x.dtype),
+        (((x.ndim - 1,), (1,)), ((), ())),
+        precision=precision_of(x.dtype),
+        preferred_element_type=jnp.float32,
+    )
+    if bias is not None:
+        y = y + bias.astype(jnp.float32)
+    return y.astype(dtype or x.dtype)
