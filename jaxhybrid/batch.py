@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jax import Array
+from jax.typing import ArrayLike
 
 from jaxhybrid.errors import BatchError
 
 
-@struct.dataclass
-class Ubatch:
+class Ubatch(struct.PyTreeNode):
     """Rows of tokens for one step: one sequence a row, real tokens first, padding behind.
 
     tokens: int32 [B, T]. lengths: int32 [B], 0 for a padding row. seq_ids: int32 [B]. starts: int32
@@ -34,25 +34,27 @@ class Ubatch:
 
 
 def make_ubatch(
-    tokens: Array,
-    lengths: Array | None = None,
-    seq_ids: Array | None = None,
-    starts: Array | None = None,
-    outputs: Array | None = None,
+    tokens: ArrayLike,
+    lengths: ArrayLike | None = None,
+    seq_ids: ArrayLike | None = None,
+    starts: ArrayLike | None = None,
+    outputs: ArrayLike | None = None,
     *,
     n_kv: int | None = None,
     aligned: bool = False,
 ) -> Ubatch:
     """A ubatch with the usual defaults: full rows, row r for sequence r, continuing, last token out."""
-    tokens = jnp.asarray(tokens, jnp.int32)
-    rows, n_tokens = tokens.shape
+    ids = jnp.asarray(tokens, jnp.int32)
+    rows, n_tokens = ids.shape
     row = jnp.arange(rows, dtype=jnp.int32)
-    lengths = jnp.full(rows, n_tokens, jnp.int32) if lengths is None else jnp.asarray(lengths, jnp.int32)
+    real = (
+        jnp.full(rows, n_tokens, jnp.int32) if lengths is None else jnp.asarray(lengths, jnp.int32)
+    )
     if outputs is None:
-        outputs = row * n_tokens + jnp.maximum(lengths - 1, 0)
+        outputs = row * n_tokens + jnp.maximum(real - 1, 0)
     return Ubatch(
-        tokens=tokens,
-        lengths=lengths,
+        tokens=ids,
+        lengths=real,
         seq_ids=row if seq_ids is None else jnp.asarray(seq_ids, jnp.int32),
         starts=jnp.full(rows, -1, jnp.int32) if starts is None else jnp.asarray(starts, jnp.int32),
         outputs=jnp.asarray(outputs, jnp.int32),
@@ -129,11 +131,15 @@ def check_batch(batch: Batch, vocab_size: int, ends: Sequence[int]) -> list[Row]
     for i in range(n):
         token = int(batch.tokens[i])
         if not 0 <= token < vocab_size:
-            raise TokenRangeError(f"token {i}: id {token} is outside the vocabulary of {vocab_size}")
+            raise TokenRangeError(
+                f"token {i}: id {token} is outside the vocabulary of {vocab_size}"
+            )
         ids = {0} if batch.seq_ids is None else set(batch.seq_ids[i])
         for seq in sorted(ids):
             if not 0 <= seq < n_seq_max:
-                raise SequenceIdError(f"token {i}: sequence {seq} is outside the cache's {n_seq_max} sequences")
+                raise SequenceIdError(
+                    f"token {i}: sequence {seq} is outside the cache's {n_seq_max} sequences"
+                )
         if not ids:
             raise SequenceIdError(f"token {i}: no sequence id, give at least one")
         if len(ids) > 1:
@@ -211,6 +217,7 @@ def split(
             done[k] = part.stop
         padded = np.zeros(bucket(len(outputs)) if outputs else 0, np.int32)
         padded[: len(outputs)] = outputs
-        yield make_ubatch(
-            tokens, lengths, seq_ids, starts, jnp.asarray(padded), n_kv=n_kv, aligned=aligned
-        ), where
+        yield (
+            make_ubatch(tokens, lengths, seq_ids, starts, padded, n_kv=n_kv, aligned=aligned),
+            where,
+        )

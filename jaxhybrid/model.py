@@ -11,10 +11,8 @@ from flax import struct
 from jax import Array
 
 from jaxhybrid.batch import Ubatch
-from jaxhybrid.cache import attention as cells
 from jaxhybrid.cache import hybrid
-from jaxhybrid.cache import recurrent as slots
-from jaxhybrid.cache.hybrid import Cache
+from jaxhybrid.cache.hybrid import Cache, Memory
 from jaxhybrid.hparams import Hparams, Layer
 from jaxhybrid.mixers import attention, mamba2
 from jaxhybrid.ops.linear import linear
@@ -27,8 +25,7 @@ OK, NO_ROOM, NON_FINITE, BAD_ROW = 0, 1, 2, 3
 finite; the row's sequence is unknown, occurs twice, or does not continue at its start."""
 
 
-@struct.dataclass
-class StepOutput:
+class StepOutput(struct.PyTreeNode):
     """logits: float32 [O, V] of the tokens in `ubatch.outputs`. status: int32 [B], see OK and the rest."""
 
     logits: Array
@@ -83,8 +80,7 @@ class _Wiring(NamedTuple):
     residual_multiplier: float
 
 
-@struct.dataclass
-class _Fresh:
+class _Fresh(struct.PyTreeNode):
     """The memory of a recurrent layer that remembers nothing."""
 
     state: dict[str, Array]
@@ -98,8 +94,15 @@ class _Fresh:
 
 @partial(jax.jit, static_argnames=("layer", "wiring"))
 def _block(
-    p: Tree, x: Array, memory: Any, positions: Array, lengths: Array, *, layer: Layer, wiring: _Wiring
-) -> tuple[Array, Any]:
+    p: Tree,
+    x: Array,
+    memory: tuple[Any, Any],
+    positions: Array,
+    lengths: Array,
+    *,
+    layer: Layer,
+    wiring: _Wiring,
+) -> tuple[Array, tuple[Any, Any]]:
     """One layer: x [B, T, D] and its (cells, slots) to the same. Traced once per layer kind."""
     stored, state = memory
     if layer.attention is not None or layer.recurrent is not None:
@@ -168,21 +171,13 @@ def step(params: Params, cache: Cache, ubatch: Ubatch) -> tuple[StepOutput, Cach
 
     x = _embed(params, ubatch.tokens)
     wiring = _Wiring(hp.norm_eps, hp.residual_multiplier)
-    stored: dict[int, cells.LayerCells] = {}
-    states: dict[int, slots.LayerSlots] = {}
+    memories = []
     for i, layer in enumerate(hp.layers):
-        memory = (
-            cells.layer_cells(planned.attention, i, plan.cells) if layer.attention else None,
-            slots.layer_slots(planned.recurrent, i, plan.slots) if layer.recurrent else None,
-        )
+        memory = hybrid.memory_of(planned, i, plan)
         p = params["layers"][str(i)]
         x, memory = _block(p, x, memory, plan.positions, lengths, layer=layer, wiring=wiring)
-        stored[i], states[i] = memory
-
-    if planned.attention is not None:
-        planned = planned.replace(attention=cells.with_layers(planned.attention, stored))
-    if planned.recurrent is not None:
-        planned = planned.replace(recurrent=slots.with_layers(planned.recurrent, states))
+        memories.append(Memory(*memory))
+    planned = hybrid.with_memories(planned, memories)
     valid = jnp.arange(n_tokens) < lengths[:, None]
     finite = jnp.all(jnp.isfinite(x) | ~valid[:, :, None], axis=(1, 2))
     status = jnp.where(finite, OK, NON_FINITE)

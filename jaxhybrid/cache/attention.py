@@ -12,8 +12,7 @@ from flax import struct
 from jax import Array
 
 
-@struct.dataclass
-class AttentionCache:
+class AttentionCache(struct.PyTreeNode):
     """keys, values: one [streams, KV heads, S, head size] a layer in `layers`.
 
     positions: int32 [streams, S], -1 where a cell is empty. owners: bool [1, S, sequences] when
@@ -37,8 +36,7 @@ class AttentionCache:
         return self.positions.shape[1]
 
 
-@struct.dataclass
-class CellPlan:
+class CellPlan(struct.PyTreeNode):
     """Where the tokens of one ubatch go, and what they see; made once a step, used by every layer.
 
     streams: int32 [B]. cells: int32 [B, T], out of range where nothing is written. mask: bool
@@ -51,8 +49,7 @@ class CellPlan:
     aligned: bool = struct.field(pytree_node=False)
 
 
-@struct.dataclass
-class LayerCells:
+class LayerCells(struct.PyTreeNode):
     """One layer's K/V with the plan of a step: the memory an attention mixer is handed."""
 
     keys: Array
@@ -61,7 +58,9 @@ class LayerCells:
 
     def extend(self, keys: Array, values: Array) -> tuple[Array, Array, Array, LayerCells]:
         """Write K/V [B, T, KV heads, head size] of new tokens; what queries see, and the memory."""
-        stored = self.replace(keys=self._write(self.keys, keys), values=self._write(self.values, values))
+        stored = self.replace(
+            keys=self._write(self.keys, keys), values=self._write(self.values, values)
+        )
         return stored._visible(stored.keys), stored._visible(stored.values), self.plan.mask, stored
 
     def _write(self, buffer: Array, new: Array) -> Array:
@@ -89,7 +88,9 @@ def create(
     streams = 1 if unified else n_seq_max
 
     def buffers(dtype: jnp.dtype) -> tuple[Array, ...]:
-        return tuple(jnp.zeros((streams, heads, n_cells, size), dtype) for heads, size in cell_shapes)
+        return tuple(
+            jnp.zeros((streams, heads, n_cells, size), dtype) for heads, size in cell_shapes
+        )
 
     return AttentionCache(
         keys=buffers(k_dtype),
@@ -131,12 +132,14 @@ def n_free(cache: AttentionCache) -> Array:
 # ------------------------------------------------------------------------------------------ a step
 
 
-def find_cells(cache: AttentionCache, seq_ids: Array, lengths: Array, n_tokens: int) -> tuple[Array, Array]:
+def find_cells(
+    cache: AttentionCache, seq_ids: Array, lengths: Array, n_tokens: int
+) -> tuple[Array, Array]:
     """Free cells for each token: (int32 [B, T], fits: bool). The lowest free cells are taken first."""
     free = cache.positions < 0
     counted = jnp.cumsum(free, axis=1, dtype=jnp.int32)  # [streams, S]
     column = jnp.arange(n_tokens, dtype=jnp.int32)
-    if cache.unified:
+    if cache.owners is not None:
         ranks = (jnp.cumsum(lengths) - lengths)[:, None] + column
         cells = jnp.searchsorted(counted[0], ranks + 1, side="left")
         fits = jnp.sum(lengths) <= counted[0, -1]
@@ -157,15 +160,17 @@ def occupy(
     )
     if cache.owners is not None:
         owner = jax.nn.one_hot(seq_ids, cache.n_seq_max, dtype=bool)[:, None, :]
-        cache = cache.replace(
-            owners=cache.owners.at[0, cells].set(jnp.broadcast_to(owner, (*cells.shape, owner.shape[-1])), mode="drop")
-        )
-        mine = cache.owners[0, :n_kv].T[seq_ids]  # [B, n_kv]
+        owner = jnp.broadcast_to(owner, (*cells.shape, cache.n_seq_max))
+        owners = cache.owners.at[0, cells].set(owner, mode="drop")
+        cache = cache.replace(owners=owners)
+        mine = owners[0, :n_kv].T[seq_ids]  # [B, n_kv]
         stored = jnp.where(mine, cache.positions[0, :n_kv], -1)
     else:
         stored = cache.positions[:, :n_kv] if aligned else cache.positions[seq_ids, :n_kv]
     mask = (stored[:, None] >= 0) & (stored[:, None] <= positions[:, :, None])
-    return cache, CellPlan(streams=streams, cells=cells, mask=mask, aligned=aligned and not cache.unified)
+    return cache, CellPlan(
+        streams=streams, cells=cells, mask=mask, aligned=aligned and not cache.unified
+    )
 
 
 def layer_cells(cache: AttentionCache, layer: int, plan: CellPlan) -> LayerCells:
@@ -189,7 +194,8 @@ def clear(cache: AttentionCache, data: bool) -> AttentionCache:
         cache = cache.replace(owners=jnp.zeros_like(cache.owners))
     if data:
         cache = cache.replace(
-            keys=tuple(map(jnp.zeros_like, cache.keys)), values=tuple(map(jnp.zeros_like, cache.values))
+            keys=tuple(map(jnp.zeros_like, cache.keys)),
+            values=tuple(map(jnp.zeros_like, cache.values)),
         )
     return cache
 
@@ -221,5 +227,7 @@ def seq_cp(cache: AttentionCache, src: Array, dst: Array, p0: Array, p1: Array) 
         return tuple(b.at[dst].set(b[src], mode="drop") for b in buffers)
 
     return cache.replace(
-        positions=cache.positions.at[dst].set(kept, mode="drop"), keys=copied(cache.keys), values=copied(cache.values)
+        positions=cache.positions.at[dst].set(kept, mode="drop"),
+        keys=copied(cache.keys),
+        values=copied(cache.values),
     )

@@ -35,7 +35,11 @@ def create_cache(
     convolution history unless given one by one. state_dtype: of the recurrent state.
     Raises UsageError naming the argument that is out of range.
     """
-    for name, value in (("n_ctx", n_ctx), ("n_seq_max", n_seq_max), ("cell_multiple", cell_multiple)):
+    for name, value in (
+        ("n_ctx", n_ctx),
+        ("n_seq_max", n_seq_max),
+        ("cell_multiple", cell_multiple),
+    ):
         if isinstance(value, bool) or value < 1:
             raise UsageError(f"{name}: {value} must be at least 1")
     attention_child = recurrent_child = None

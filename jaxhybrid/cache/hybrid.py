@@ -7,7 +7,8 @@ returns (cache, ok); when ok is false the cache is the one that was given.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from flax import struct
@@ -20,8 +21,7 @@ Int = int | Array
 _FOREVER = jnp.iinfo(jnp.int32).max
 
 
-@struct.dataclass
-class Cache:
+class Cache(struct.PyTreeNode):
     """Everything a model remembers, as one immutable value.
 
     lossy: bool [sequences], whether attention and recurrent state of a sequence disagree about its
@@ -49,8 +49,7 @@ class Cache:
         return "recurrent" if self.attention is None else "hybrid"
 
 
-@struct.dataclass
-class Plan:
+class Plan(struct.PyTreeNode):
     """Cells and slots chosen for one ubatch. ok: bool; positions: int32 [B, T]."""
 
     ok: Array
@@ -109,7 +108,8 @@ def state_bytes(cache: Cache) -> dict[str, dict[int, int]]:
     if cache.attention is not None:
         pairs = zip(cache.attention.keys, cache.attention.values, strict=True)
         found["attention"] = {
-            layer: k.nbytes + v.nbytes for layer, (k, v) in zip(cache.attention.layers, pairs, strict=True)
+            layer: k.nbytes + v.nbytes
+            for layer, (k, v) in zip(cache.attention.layers, pairs, strict=True)
         }
     if cache.recurrent is not None:
         found["recurrent"] = {
@@ -152,6 +152,36 @@ def plan(
         recurrent, slot_plan = slots.occupy(cache.recurrent, seq_ids, lengths, last, ok)
         cache = cache.replace(recurrent=recurrent)
     return cache, Plan(ok=ok, positions=positions, cells=cell_plan, slots=slot_plan)
+
+
+class Memory(NamedTuple):
+    """What one layer remembers, with the plan of a step; None for what it has not."""
+
+    cells: cells.LayerCells | None
+    slots: slots.LayerSlots | None
+
+
+def memory_of(cache: Cache, layer: int, plan: Plan) -> Memory:
+    """The memory of one layer, ready to be handed to its mixers."""
+    attention, recurrent = cache.attention, cache.recurrent
+    stored = state = None
+    if attention is not None and plan.cells is not None and layer in attention.layers:
+        stored = cells.layer_cells(attention, layer, plan.cells)
+    if recurrent is not None and plan.slots is not None and layer in recurrent.layers:
+        state = slots.layer_slots(recurrent, layer, plan.slots)
+    return Memory(stored, state)
+
+
+def with_memories(cache: Cache, memories: Sequence[Memory]) -> Cache:
+    """The cache with the memories of all layers, in order, put back."""
+    attention, recurrent = cache.attention, cache.recurrent
+    if attention is not None:
+        stored = {i: m.cells for i, m in enumerate(memories) if m.cells is not None}
+        attention = cells.with_layers(attention, stored)
+    if recurrent is not None:
+        states = {i: m.slots for i, m in enumerate(memories) if m.slots is not None}
+        recurrent = slots.with_layers(recurrent, states)
+    return cache.replace(attention=attention, recurrent=recurrent)
 
 
 # -------------------------------------------------------------------------------------- operations
@@ -241,6 +271,7 @@ def seq_keep(cache: Cache, seq: Int) -> Cache:
 
 
 # ----------------------------------------------------------------------------------------- helpers
+
 
 def _range(p0: Int, p1: Int) -> tuple[Array, Array]:
     p0, p1 = jnp.asarray(p0, jnp.int32), jnp.asarray(p1, jnp.int32)

@@ -14,8 +14,7 @@ from jax import Array
 State = dict[str, Array]
 
 
-@struct.dataclass
-class RecurrentCache:
+class RecurrentCache(struct.PyTreeNode):
     """states: one dict a layer in `layers`, each array [slots + 1, ...]; the last row is the zero slot.
 
     slots, positions: int32 [sequences, remembered states], newest first: the slot that holds the
@@ -37,16 +36,14 @@ class RecurrentCache:
         return self.slots.shape[0]
 
 
-@struct.dataclass
-class SlotPlan:
+class SlotPlan(struct.PyTreeNode):
     """Slots one ubatch reads and writes, int32 [B]; a target out of range is not written."""
 
     source: Array
     target: Array
 
 
-@struct.dataclass
-class LayerSlots:
+class LayerSlots(struct.PyTreeNode):
     """One layer's states with the plan of a step: rows in, rows out."""
 
     state: State
@@ -137,7 +134,8 @@ def tail(cache: RecurrentCache) -> Array:
 
 def clear(cache: RecurrentCache, data: bool) -> RecurrentCache:
     cache = cache.replace(
-        slots=jnp.full_like(cache.slots, cache.zero_slot), positions=jnp.full_like(cache.positions, -1)
+        slots=jnp.full_like(cache.slots, cache.zero_slot),
+        positions=jnp.full_like(cache.positions, -1),
     )
     if data:
         cache = cache.replace(

@@ -31,6 +31,9 @@ DTYPES = {
 _BITS = {name: 8 * kind.itemsize for name, kind in DTYPES.items()}
 _BITS |= {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}  # in the format, but numpy cannot hold them
 _HEADER_LIMIT = 100_000_000  # bytes, from the format
+# Parsed JSON takes up to 30 times its bytes, so a large header must belong to a larger file.
+_HEADER_FREE = 4_000_000
+_HEADER_SHARE = 32
 _RANK_LIMIT = 32
 AGAIN = "download it again"
 
@@ -58,10 +61,15 @@ def read_header(path: Path) -> dict[str, TensorPlace]:
                 raise CheckpointError(
                     f"{path}: is a git-lfs pointer, not the weights; fetch them with `git lfs pull`"
                 )
-            if size < 8 or length > min(size - 8, _HEADER_LIMIT):
+            if size < 8 or length > size - 8:
                 raise CheckpointError(
                     f"{path}: cut short or not a safetensors file: expected at least "
                     f"{8 + length if size >= 8 else 8} bytes, found {size}; {AGAIN}"
+                )
+            if length > min(_HEADER_LIMIT, max(_HEADER_FREE, size // _HEADER_SHARE)):
+                raise CheckpointError(
+                    f"{path}: a header of {length} bytes is out of proportion to a file of {size} "
+                    f"bytes; {AGAIN}, or split the model into shards"
                 )
             data = file.read(length)
     except OSError as error:
@@ -72,6 +80,10 @@ def read_header(path: Path) -> dict[str, TensorPlace]:
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or any(type(text) is not str for text in metadata.values()):
         raise CheckpointError(f"{path}: __metadata__ must map strings to strings; {AGAIN}")
+    try:
+        "".join([*header, *metadata, *metadata.values()]).encode()
+    except UnicodeEncodeError as error:  # half of a surrogate pair, written as an escape
+        raise CheckpointError(f"{path}: broken Unicode in the header; {AGAIN}") from error
     tensors = {
         name: _check_entry(path, name, entry, 8 + length, size) for name, entry in header.items()
     }
@@ -114,9 +126,9 @@ def _check_entry(path: Path, name: str, entry: Any, data_start: int, size: int) 
     def fail(problem: str) -> CheckpointError:
         return CheckpointError(f"{path}: tensor {show(name)}: {problem}; {AGAIN}")
 
-    if not isinstance(entry, dict):
-        raise fail("its entry is not an object")
-    dtype, shape, offsets = (entry.get(key) for key in ("dtype", "shape", "data_offsets"))
+    if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
+        raise fail("its entry is not an object of dtype, shape and data_offsets")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in _BITS:
         raise fail(f"unknown dtype {show(dtype) if isinstance(dtype, str) else ''}".rstrip())
     if not _naturals(shape) or len(shape) > _RANK_LIMIT:

@@ -87,8 +87,6 @@ class TensorFiles:
                 f"{tensor.file}: tensor {show(name)} has dtype {tensor.dtype}, which cannot be "
                 "read; use a copy of the model in BF16, F16 or F32"
             )
-        if 0 in tensor.shape:
-            return np.zeros(tensor.shape, dtype)
         count = math.prod(tensor.shape)
         flat = np.frombuffer(self._map(tensor), dtype, count, tensor.begin)
         return flat.reshape(tensor.shape)
@@ -191,11 +189,10 @@ def find_files(folder: Path) -> tuple[list[Path], dict[str, Path]]:
     if parts[0]:
         stem, count = parts[0][1], parts[0][3]
         last = min(max(int(count), 1), len(weights) + 1)  # the count is a stranger's: never trusted
-        shards = [f"{stem}-{n:0{len(count)}}-of-{count}.safetensors" for n in range(1, last + 1)]
-        for shard in shards:
+        for number in range(1, last + 1):
+            shard = f"{stem}-{number:0{len(count)}}-of-{count}.safetensors"
             if shard not in weights:
                 raise CheckpointError(f"{folder}: shard {shard} is missing; download it")
-        weights = shards
     return [folder / name for name in weights], {}
 
 

@@ -29,7 +29,9 @@ FAMILIES: dict[str, Family] = {
     "granitemoehybrid": Family(granitemoehybrid.hparams, granitemoehybrid.tensors),
     "llama": Family(llama.hparams, llama.tensors, ignored=(r".*\.rotary_emb\.inv_freq",)),
     "mamba2": Family(
-        mamba2.hparams, mamba2.tensors, renamed=((r"^backbone\.embedding\.", "backbone.embeddings."),)
+        mamba2.hparams,
+        mamba2.tensors,
+        renamed=((r"^backbone\.embedding\.", "backbone.embeddings."),),
     ),
 }
 
@@ -40,7 +42,9 @@ def family(model_type: str) -> Family:
         return FAMILIES[model_type]
     except KeyError:
         known = ", ".join(sorted(FAMILIES))
-        raise HparamsError(f"model_type: {model_type!r} is not supported; known are {known}") from None
+        raise HparamsError(
+            f"model_type: {model_type!r} is not supported; known are {known}"
+        ) from None
 
 
 def hparams_from_config(config: dict[str, Any]) -> Hparams:

@@ -31,7 +31,9 @@ def hparams(config: dict[str, Any]) -> Hparams:
             bias=bias,
             out_bias=bias,
         ),
-        mlp=MlpHparams(c.integer("intermediate_size"), c.text("hidden_act", "silu"), c.flag("mlp_bias", False)),
+        mlp=MlpHparams(
+            c.integer("intermediate_size"), c.text("hidden_act", "silu"), c.flag("mlp_bias", False)
+        ),
         norm_eps=c.number("rms_norm_eps", 1e-6),
         tie_embeddings=c.flag("tie_word_embeddings", False),
         context_length=c.integer("max_position_embeddings", 2048),
@@ -58,7 +60,9 @@ def tensors(hp: Hparams) -> dict[str, Source]:
     return found
 
 
-def attention_tensors(ours: str, theirs: str, hp: AttentionHparams | None, d: int) -> dict[str, Source]:
+def attention_tensors(
+    ours: str, theirs: str, hp: AttentionHparams | None, d: int
+) -> dict[str, Source]:
     """q_proj, k_proj, v_proj and o_proj, with their biases where there are any."""
     assert hp is not None
     q, kv = hp.n_heads * hp.head_dim, hp.n_kv_heads * hp.head_dim
@@ -82,12 +86,16 @@ def attention_tensors(ours: str, theirs: str, hp: AttentionHparams | None, d: in
 def mlp_tensors(ours: str, theirs: str, hp: MlpHparams, d: int) -> dict[str, Source]:
     """gate_proj, up_proj and down_proj, with their biases where there are any."""
     found = {
-        f"{ours}.gate_up": Source((f"{theirs}.gate_proj.weight", f"{theirs}.up_proj.weight"), (hp.d_ff, d)),
+        f"{ours}.gate_up": Source(
+            (f"{theirs}.gate_proj.weight", f"{theirs}.up_proj.weight"), (hp.d_ff, d)
+        ),
         f"{ours}.down": one(f"{theirs}.down_proj.weight", d, hp.d_ff),
     }
     if hp.bias:
         found |= {
-            f"{ours}.gate_up_bias": Source((f"{theirs}.gate_proj.bias", f"{theirs}.up_proj.bias"), (hp.d_ff,)),
+            f"{ours}.gate_up_bias": Source(
+                (f"{theirs}.gate_proj.bias", f"{theirs}.up_proj.bias"), (hp.d_ff,)
+            ),
             f"{ours}.down_bias": one(f"{theirs}.down_proj.bias", d),
         }
     return found

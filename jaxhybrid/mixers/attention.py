@@ -29,8 +29,7 @@ class KeyValueMemory(Protocol):
         ...
 
 
-@struct.dataclass
-class Causal:
+class Causal(struct.PyTreeNode):
     """No memory: the tokens at hand attend to themselves. positions and valid: [B, T]."""
 
     valid: Array

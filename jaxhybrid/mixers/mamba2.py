@@ -38,7 +38,9 @@ def spec(hp: Mamba2Hparams, d_model: int) -> Tree:
     inner, channels = hp.d_inner, hp.conv_channels
     tree: Tree = {
         "in_proj": matrix(inner + channels + hp.n_heads, d_model, "mamba_inner", "embed"),
-        "conv": TensorSpec((channels, hp.conv_kernel), ("mamba_inner", None), fan_in=hp.conv_kernel),
+        "conv": TensorSpec(
+            (channels, hp.conv_kernel), ("mamba_inner", None), fan_in=hp.conv_kernel
+        ),
         "a_log": vector(hp.n_heads, "mamba_heads", "a_log"),
         "dt_bias": vector(hp.n_heads, "mamba_heads", "dt_bias"),
         "d": vector(hp.n_heads, "mamba_heads", "ones"),
@@ -133,7 +135,9 @@ def chunked(inputs: Inputs, ssm: Array, hp: Mamba2Hparams) -> tuple[Array, Array
     n_chunks = -(-n_tokens // size)
     per_group = hp.n_heads // hp.n_groups
 
-    def chunks(t: Array) -> Array:  # [B, T, ...] to [chunks, B, size, ...]; dt = 0 makes padding inert
+    def chunks(
+        t: Array,
+    ) -> Array:  # [B, T, ...] to [chunks, B, size, ...]; dt = 0 makes padding inert
         padding = [(0, 0), (0, n_chunks * size - n_tokens)] + [(0, 0)] * (t.ndim - 2)
         t = jnp.pad(t, padding).reshape(rows, n_chunks, size, *t.shape[2:])
         return t.swapaxes(0, 1)

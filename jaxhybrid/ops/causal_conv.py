@@ -18,9 +18,7 @@ def causal_conv(
     n_tokens, taps = x.shape[1], weight.shape[1]
     window = jnp.concatenate([history.astype(x.dtype), x], axis=1)  # [B, K-1+T, C]
     taps_of = weight.astype(jnp.float32)
-    y = sum(
-        window[:, j : j + n_tokens].astype(jnp.float32) * taps_of[:, j] for j in range(taps)
-    )
+    y = sum(window[:, j : j + n_tokens].astype(jnp.float32) * taps_of[:, j] for j in range(taps))
     if bias is not None:
         y = y + bias.astype(jnp.float32)
     if n_tokens == 1:  # no gather in decode
