@@ -17,7 +17,7 @@ import numpy as np
 from jax import Array
 
 from jaxhybrid import cache as memory
-from jaxhybrid import decode as loop
+from jaxhybrid import token_loop as loop
 from jaxhybrid.batch import Batch
 from jaxhybrid.cache import Cache, create_cache
 from jaxhybrid.checkpoint.hub import resolve_model
@@ -27,7 +27,8 @@ from jaxhybrid.driver import context_bucket, decode
 from jaxhybrid.errors import TokenizerError, UsageError
 from jaxhybrid.params import Params
 from jaxhybrid.sampling import make_sampling
-from jaxhybrid.text import StopStrings, TextStream, Tokenizer
+from jaxhybrid.stream import StopStrings, TextStream
+from jaxhybrid.text import Tokenizer
 
 Prompt = str | Sequence[int]
 FINISH_REASONS = {
@@ -174,7 +175,7 @@ def _stream(model: Model, ids: list[list[int]], wanted: Settings) -> Iterator[Pi
         cache = create_cache(model.params.hparams, cells, len(group), dtype=model.params.dtype)
         timings = Timings()
         with Clock() as clock:
-            logits, cache = _prefill(model, cache, group, wanted)
+            logits, cache = prefill(model, cache, group, wanted)
             jax.block_until_ready(logits)
         timings.prompt, timings.compile = clock.run, clock.compile
         session = Session(model, cache, group, [len(p) for p in group], first, wanted, timings)
@@ -214,7 +215,7 @@ def _check_lengths(model: Model, ids: list[list[int]], wanted: Settings) -> None
         )
 
 
-def _prefill(
+def prefill(
     model: Model, cache: Cache, group: list[list[int]], wanted: Settings
 ) -> tuple[Array, Cache]:
     """Logits [len(group), V] after each prompt; a prompt that occurs twice is computed once."""

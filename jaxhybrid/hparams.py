@@ -55,7 +55,7 @@ class Mamba2Hparams:
     state_size: int
     n_groups: int = 1
     conv_kernel: int = 4
-    chunk: int = 128
+    chunk: int = 64
     dt_min: float = 0.0
     dt_max: float = math.inf
     norm_eps: float = 1e-5

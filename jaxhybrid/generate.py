@@ -1,0 +1,326 @@
+"""python -m jaxhybrid.generate: text from a prompt, in one command.
+
+Reads prompts, streams text to standard output and one line of figures to standard error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import types
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from jaxhybrid.errors import JaxHybridError, UsageError
+
+if TYPE_CHECKING:
+    from jaxhybrid.engine import Model, Piece, Result
+
+INTERRUPTED = 130  # what a shell reports for a command ended by Ctrl-C
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m jaxhybrid.generate",
+        description="Generate text with a hybrid language model.",
+        epilog="Without --model, a small model inside the package is used: it needs no network.",
+    )
+    add = parser.add_argument
+    add("--model", metavar="PATH", help="a Hugging Face folder, or a hub id to download")
+    add(
+        "--prompt", action="append", default=[], help="text to continue; may be given several times"
+    )
+    add(
+        "--prompt-file",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="a prompt in a UTF-8 file",
+    )
+    add("--chat", action="store_true", help="talk to the model through its chat template")
+    add("--system", metavar="TEXT", help="a system message for --chat")
+    add("--echo", action="store_true", help="print the prompt before the text")
+    add("--json", action="store_true", help="one JSON object per result instead of text")
+    add("--quiet", action="store_true", help="no report on standard error")
+    add("--debug", action="store_true", help="show the traceback of an error")
+    model = parser.add_argument_group("model and memory")
+    add = model.add_argument
+    add("--dtype", choices=["auto", "float32", "bfloat16"], default="auto", help="of the weights")
+    add("--ctx", type=int, metavar="N", help="tokens a sequence can hold (default: as needed)")
+    add("--batch-size", type=int, default=16, metavar="N", help="prompts side by side (default 16)")
+    add(
+        "--ubatch", type=int, default=512, metavar="N", help="tokens per prefill step (default 512)"
+    )
+    sampling = parser.add_argument_group("sampling")
+    add = sampling.add_argument
+    add("--max-tokens", type=int, metavar="N", help="most tokens to write (default 256)")
+    add("--temperature", type=float, default=0.0, metavar="T", help="0 (default) is greedy")
+    add("--top-k", type=int, default=0, metavar="K", help="keep the K likeliest tokens (0: all)")
+    add("--top-p", type=float, default=1.0, metavar="P", help="keep the likeliest mass P")
+    add("--min-p", type=float, default=0.0, metavar="P", help="drop below P times the likeliest")
+    add("--repetition-penalty", type=float, default=1.0, metavar="R")
+    add("--presence-penalty", type=float, default=0.0, metavar="R")
+    add("--frequency-penalty", type=float, default=0.0, metavar="R")
+    add("--seed", type=int, default=0, metavar="N", help="prompt i draws with seed N + i")
+    add("--stop", action="append", default=[], metavar="TEXT", help="end before this text")
+    add("--stop-token", action="append", default=[], metavar="T", help="end at this token or id")
+    add("--ignore-eos", action="store_true", help="go on after the end-of-text token")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit code: 0, 1 for an error, 2 for wrong usage."""
+    args = build_parser().parse_args(argv)
+    warnings.showwarning = _show_warning
+    try:
+        return _run(args)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        # the reader has gone; keep the interpreter from complaining while it flushes
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception as error:
+        if args.debug:
+            raise
+        return _report_error(error)
+
+
+def _run(args: argparse.Namespace) -> int:
+    prompts = _prompts(args)
+    _use_compilation_cache()
+    from jaxhybrid import engine
+    from jaxhybrid.conversation import converse
+    from jaxhybrid.report import load_model, report
+
+    settings = _settings(args)
+    engine.Settings(**settings)  # complain before a long load
+    _use_utf8(sys.stdout)
+    model = load_model(args.model, args.dtype)
+    settings["stop_tokens"] = tuple(_stop_token(model, text) for text in args.stop_token)
+    if prompts is None:
+        return converse(model, settings, args.system, quiet=args.quiet)
+    wanted: list[Any] = list(prompts)
+    if args.chat:
+        system = [{"role": "system", "content": args.system}] if args.system else []
+        wanted = [
+            model.tokenizer.encode_chat([*system, {"role": "user", "content": p}]) for p in prompts
+        ]
+    pieces = engine.stream(model, wanted, **settings)
+    results, interrupted = _print_pieces(pieces, prompts, args)
+    if not args.quiet and results:
+        print(report(model, results), file=sys.stderr)
+    return INTERRUPTED if interrupted else 0
+
+
+# ------------------------------------------------------------------------------------- arguments
+
+
+def _settings(args: argparse.Namespace) -> dict[str, Any]:
+    """The arguments as fields of `engine.Settings`."""
+    return {
+        "max_tokens": 256 if args.max_tokens is None else args.max_tokens,
+        "temperature": args.temperature,
+        "top_k": args.top_k,
+        "top_p": args.top_p,
+        "min_p": args.min_p,
+        "repetition_penalty": args.repetition_penalty,
+        "presence_penalty": args.presence_penalty,
+        "frequency_penalty": args.frequency_penalty,
+        "seed": args.seed,
+        "stop": tuple(args.stop),
+        "ignore_eos": args.ignore_eos,
+        "n_ctx": args.ctx,
+        "n_ubatch": args.ubatch,
+        "batch_size": args.batch_size,
+    }
+
+
+def _prompts(args: argparse.Namespace) -> list[str] | None:
+    """All prompts, those of --prompt first; None for a conversation on a terminal."""
+    if args.system is not None and not args.chat:
+        raise UsageError("--system needs --chat")
+    found = list(args.prompt) + [_read_prompt(Path(name)) for name in args.prompt_file]
+    if found:
+        return found
+    if sys.stdin is None or sys.stdin.isatty():
+        if args.chat:
+            if args.json:
+                raise UsageError("--json cannot be used in a conversation; give --prompt as well")
+            return None
+        raise UsageError(
+            "no prompt: give --prompt TEXT, --prompt-file FILE, --chat, or pipe one in"
+        )
+    return [_decoded(sys.stdin.buffer.read(), "standard input")]
+
+
+def _read_prompt(path: Path) -> str:
+    if str(path) == "-":
+        return _decoded(sys.stdin.buffer.read(), "standard input")
+    try:
+        return _decoded(path.read_bytes(), f"prompt file {path}")
+    except OSError as error:
+        raise UsageError(f"prompt file {path}: {error.strerror or error}") from error
+
+
+def _decoded(data: bytes, name: str) -> str:
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UsageError(
+            f"{name}: byte {error.start} (0x{data[error.start]:02x}) is not UTF-8; convert it first"
+        ) from error
+
+
+def _stop_token(model: Model, text: str) -> int:
+    vocab = model.params.hparams.vocab_size
+    if text.isdecimal():
+        if int(text) >= vocab:
+            raise UsageError(f"--stop-token {text}: the vocabulary has {vocab} tokens")
+        return int(text)
+    token = model.tokenizer.token_id(text)
+    if token is None:
+        raise UsageError(
+            f"--stop-token {text!r} is no single token of this model; use --stop for any text"
+        )
+    return token
+
+
+# ---------------------------------------------------------------------------------------- output
+
+
+def _print_pieces(
+    pieces: Iterator[Piece], prompts: list[str], args: argparse.Namespace
+) -> tuple[list[Result], bool]:
+    """Print text as it comes, prompts in order. Returns the results and whether Ctrl-C ended it."""
+    from jaxhybrid.engine import Result, Timings
+
+    several = len(prompts) > 1
+    texts: dict[int, list[str]] = {i: [] for i in range(len(prompts))}
+    tokens: dict[int, list[int]] = {i: [] for i in range(len(prompts))}
+    results: dict[int, Result] = {}
+    shown, opened = 0, False  # the prompt being printed, and whether its header is out
+    interrupted = False
+
+    def show_text() -> None:
+        nonlocal shown, opened
+        while shown < len(prompts):
+            waiting = texts[shown]
+            if not opened and (waiting or shown in results):
+                header = f"=== prompt {shown + 1}\n" if several else ""
+                sys.stdout.write(header + (prompts[shown] if args.echo else ""))
+                opened = True
+            sys.stdout.write("".join(waiting))
+            waiting.clear()
+            if shown not in results:
+                break
+            sys.stdout.write("\n")
+            shown, opened = shown + 1, False
+        sys.stdout.flush()
+
+    def show_json() -> None:
+        nonlocal shown
+        while shown in results:
+            print(
+                json.dumps(_as_json(results[shown], prompts[shown]), ensure_ascii=False), flush=True
+            )
+            shown += 1
+
+    try:
+        for piece in pieces:
+            texts[piece.index].append(piece.text)
+            tokens[piece.index].extend(piece.tokens)
+            if piece.result is not None:
+                results[piece.index] = piece.result
+            show_json() if args.json else show_text()
+    except KeyboardInterrupt:
+        interrupted = True
+        for i, made in tokens.items():  # what was generated is not lost
+            if i not in results and (made or not several):
+                text = "".join(texts[i])
+                results[i] = Result(i, text, made, 0, "interrupted", Timings())
+        show_json() if args.json else show_text()
+    return [results[i] for i in sorted(results)], interrupted
+
+
+def _as_json(result: Result, prompt: str) -> dict[str, Any]:
+    return {
+        "index": result.index,
+        "prompt": prompt,
+        "text": result.text,
+        "tokens": result.tokens,
+        "prompt_tokens": result.prompt_tokens,
+        "finish_reason": result.finish_reason,
+        "timings": {
+            "prompt_s": round(result.timings.prompt, 4),
+            "decode_s": round(result.timings.decode, 4),
+            "compile_s": round(result.timings.compile, 4),
+        },
+    }
+
+
+def _use_utf8(stream: Any) -> None:
+    if hasattr(stream, "reconfigure"):
+        stream.reconfigure(encoding="utf-8", errors="replace")
+
+
+def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
+    print(f"warning: {' '.join(str(message).split())}", file=sys.stderr)
+
+
+def _report_error(error: Exception) -> int:
+    """One line on standard error; the exit code."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    if isinstance(error, UsageError):
+        print(f"error: {text}", file=sys.stderr)
+        return 2
+    if isinstance(error, JaxHybridError):
+        print(f"error: {text}", file=sys.stderr)
+    elif isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in text:
+        print(
+            "error: not enough memory; try --dtype bfloat16, a smaller --ctx or --batch-size",
+            file=sys.stderr,
+        )
+    else:
+        print(f"error: {type(error).__name__}: {text[:300]} (--debug shows more)", file=sys.stderr)
+    return 1
+
+
+def _use_compilation_cache() -> None:
+    """Keep compiled programs between runs, where the user's cache folder can be written."""
+    import jax
+
+    if os.environ.get("JAX_COMPILATION_CACHE_DIR"):
+        return
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = base / "jaxhybrid" / "xla"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+
+
+class _CallableModule(types.ModuleType):
+    """Importing this module rebinds `jaxhybrid.generate`; calling it must go on working."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        from jaxhybrid.engine import generate
+
+        return generate(*args, **kwargs)
+
+
+sys.modules[__name__].__class__ = _CallableModule
+
+
+def _exit() -> NoReturn:
+    sys.exit(main())
+
+
+if __name__ == "__main__":
+    _exit()

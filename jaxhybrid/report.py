@@ -1,0 +1,82 @@
+"""What the commands say on standard error: loading progress and figures."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+from jaxhybrid.engine import Model, Result, load
+
+SHOW_AFTER = 1.0  # seconds of loading before a progress bar is worth its place
+
+
+def load_model(path: str | None, dtype: str = "auto") -> Model:
+    """Load with a progress bar on a terminal when it takes long.
+
+    dtype "auto" is float32 on CPU, where XLA multiplies bfloat16 slowly, and that of the files
+    elsewhere.
+    """
+    chosen: Any = None if dtype == "auto" else jnp.dtype(dtype)
+    if dtype == "auto" and jax.default_backend() == "cpu":
+        chosen = jnp.dtype(jnp.float32)
+    began = time.perf_counter()
+    columns = (TextColumn("loading"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    bar = Progress(*columns, console=Console(stderr=True), transient=True)
+    task = bar.add_task("loading")
+    live = False
+
+    def progress(done: int, total: int) -> None:
+        nonlocal live
+        if not live and sys.stderr.isatty() and time.perf_counter() - began > SHOW_AFTER:
+            bar.start()
+            live = True
+        bar.update(task, completed=done, total=total)
+
+    try:
+        return load(path, dtype=chosen, progress=progress)
+    finally:
+        if live:
+            bar.stop()
+
+
+def report(model: Model, results: Sequence[Result], computed: int | None = None) -> str:
+    """One line: tokens and tokens/s of prompts and decoding, seconds of compiling, bytes held.
+
+    computed: prompt tokens that were run through the model, where a cache held the others.
+    """
+    timings = list({id(r.timings): r.timings for r in results}.values())
+    prompt, decode = sum(t.prompt for t in timings), sum(t.decode for t in timings)
+    read = sum(r.prompt_tokens for r in results) if computed is None else computed
+    written = sum(len(r.tokens) for r in results)
+    parts = [
+        f"prompt {read} tokens, {_rate(read, prompt)}",
+        f"decode {written} tokens, {_rate(written, decode)}",
+        f"compile {sum(t.compile for t in timings):.1f} s",
+        f"load {model.load_seconds:.1f} s",
+        f"weights {_size(model.weight_bytes)}",
+    ]
+    largest: dict[str, int] = {}
+    for result in results:
+        for child, size in result.cache_bytes.items():
+            largest[child] = max(size, largest.get(child, 0))
+    parts += [f"{child} cache {_size(size)}" for child, size in largest.items()]
+    return " | ".join(parts)
+
+
+def _rate(tokens: int, seconds: float) -> str:
+    return f"{tokens / seconds:.1f}/s" if seconds > 0 else "-/s"
+
+
+def _size(n: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if n < 1000 or unit == "GB":
+            return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"
+        n /= 1000
+    raise AssertionError
