@@ -27,8 +27,8 @@ from jaxhybrid.driver import context_bucket, decode
 from jaxhybrid.errors import TokenizerError, UsageError
 from jaxhybrid.params import Params
 from jaxhybrid.sampling import make_sampling
-from jaxhybrid.stream import StopStrings, TextStream
 from jaxhybrid.text import Tokenizer
+from jaxhybrid.text_stream import StopStrings, TextStream
 
 Prompt = str | Sequence[int]
 FINISH_REASONS = {

@@ -1,4 +1,4 @@
-"""Text to token ids and back: tokenizer, streaming detokenizer, stop strings."""
+"""Text to token ids and back."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
@@ -11,7 +11,8 @@ from tokenizers.processors import TemplateProcessing
 from jaxhybrid.chat import ChatTemplate, one_line, read_chat_template, read_json
 from jaxhybrid.errors import TokenizerError, UsageError
 
-_BROKEN = "\ufffd"  # what decoding writes for bytes that are no character, or not yet one
+BROKEN = "\ufffd"
+"""What decoding writes for bytes that are no character, or not yet one."""
 
 
 class Tokenizer:
@@ -87,6 +88,10 @@ class Tokenizer:
     def token_id(self, text: str) -> int | None:
         """The id of the token written exactly `text`, None when there is none."""
         return self._backend.token_to_id(text)
+
+    def special_id(self, text: str) -> int | None:
+        """The id of the special token written `text`, which `decode` leaves out; else None."""
+        return self.token_id(text) if text in self._special_texts else None
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`; with `add_special_tokens`, BOS and the like where the model has
@@ -204,7 +209,7 @@ def _ids_in_configs(folder: Path, field: str) -> list[int]:
         ("config.json", config.get("text_config") or {}),
     ):
         value = values.get(field)
-        ids = value if isinstance(value, list) else [value]
+        ids: list[Any] = value if isinstance(value, list) else [value]
         if value is not None and ids:
             if not all(type(i) is int and i >= 0 for i in ids):
                 raise TokenizerError(
