@@ -16,6 +16,7 @@ from jaxhybrid.cache import (
 )
 from jaxhybrid.checkpoint import load_params, save_params
 from jaxhybrid.driver import decode
+from jaxhybrid.engine import Model, Result, Settings, generate, load, stream
 from jaxhybrid.errors import BatchError, CacheFullError, CheckpointError, JaxHybridError
 from jaxhybrid.hparams import Hparams
 from jaxhybrid.model import forward, init_params, spec, step
@@ -31,15 +32,20 @@ __all__ = [
     "CheckpointError",
     "Hparams",
     "JaxHybridError",
+    "Model",
     "Params",
+    "Result",
+    "Settings",
     "Ubatch",
     "clear",
     "create_cache",
     "decode",
     "fork",
     "forward",
+    "generate",
     "init_params",
     "is_lossy",
+    "load",
     "load_params",
     "make_ubatch",
     "save_params",
@@ -51,4 +57,5 @@ __all__ = [
     "spec",
     "state_bytes",
     "step",
+    "stream",
 ]

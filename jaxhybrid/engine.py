@@ -115,11 +115,15 @@ class Result:
 
 @dataclass(frozen=True)
 class Piece:
-    """New text and tokens of prompt `index`; `result` is set on its last piece."""
+    """New text and tokens of prompt `index`; `result` is set on its last piece.
+
+    timings: those of its batch, which go on counting until the batch ends.
+    """
 
     index: int
     text: str
     tokens: tuple[int, ...]
+    timings: Timings
     result: Result | None = None
 
 
@@ -304,9 +308,10 @@ class Session:
                     reason = "stop"
                 if reason is not None:
                     new += text.finish()
-                    yield Piece(self.first_index + row, new, tokens, self._result(row, reason))
+                    result = self._result(row, reason)
+                    yield Piece(self.first_index + row, new, tokens, self.timings, result)
                 elif tokens:
-                    yield Piece(self.first_index + row, new, tokens)
+                    yield Piece(self.first_index + row, new, tokens, self.timings)
             if all(text.finished for text in self.texts):
                 return
             if ended_by_text:

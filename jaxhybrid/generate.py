@@ -110,8 +110,9 @@ def _run(args: argparse.Namespace) -> int:
         wanted = [
             model.tokenizer.encode_chat([*system, {"role": "user", "content": p}]) for p in prompts
         ]
+    wanted = [engine.encode_prompt(model, prompt, i) for i, prompt in enumerate(wanted)]
     pieces = engine.stream(model, wanted, **settings)
-    results, interrupted = _print_pieces(pieces, prompts, args)
+    results, interrupted = _print_pieces(pieces, prompts, [len(w) for w in wanted], args)
     if not args.quiet and results:
         print(report(model, results), file=sys.stderr)
     return INTERRUPTED if interrupted else 0
@@ -194,14 +195,16 @@ def _stop_token(model: Model, text: str) -> int:
 
 
 def _print_pieces(
-    pieces: Iterator[Piece], prompts: list[str], args: argparse.Namespace
+    pieces: Iterator[Piece], prompts: list[str], lengths: list[int], args: argparse.Namespace
 ) -> tuple[list[Result], bool]:
     """Print text as it comes, prompts in order. Returns the results and whether Ctrl-C ended it."""
     from jaxhybrid.engine import Result, Timings
 
+    timings: dict[int, Timings] = {}
     several = len(prompts) > 1
     texts: dict[int, list[str]] = {i: [] for i in range(len(prompts))}
     tokens: dict[int, list[int]] = {i: [] for i in range(len(prompts))}
+    said = dict.fromkeys(range(len(prompts)), "")
     results: dict[int, Result] = {}
     shown, opened = 0, False  # the prompt being printed, and whether its header is out
     interrupted = False
@@ -233,7 +236,9 @@ def _print_pieces(
     try:
         for piece in pieces:
             texts[piece.index].append(piece.text)
+            said[piece.index] += piece.text
             tokens[piece.index].extend(piece.tokens)
+            timings[piece.index] = piece.timings
             if piece.result is not None:
                 results[piece.index] = piece.result
             show_json() if args.json else show_text()
@@ -241,8 +246,8 @@ def _print_pieces(
         interrupted = True
         for i, made in tokens.items():  # what was generated is not lost
             if i not in results and (made or not several):
-                text = "".join(texts[i])
-                results[i] = Result(i, text, made, 0, "interrupted", Timings())
+                spent = timings.get(i, Timings())
+                results[i] = Result(i, said[i], made, lengths[i], "interrupted", spent)
         show_json() if args.json else show_text()
     return [results[i] for i in sorted(results)], interrupted
 

@@ -303,7 +303,9 @@ def _say(step: int, until: int, losses: list[float], seconds: float) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="train_tiny", description="Train the small hybrid model that the package carries.")
+    parser = argparse.ArgumentParser(
+        prog="train_tiny", description="Train the small hybrid model that the package carries."
+    )
     parser.add_argument("--out", type=Path, required=True, help="folder of the run")
     parser.add_argument("--text", default="bible", help="'bible' (Debian's bible-kjv) or a UTF-8 file")
     parser.add_argument("--steps", type=int, default=2400)
