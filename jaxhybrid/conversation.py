@@ -63,13 +63,13 @@ class Conversation:
             timings.prompt, timings.compile = clock.run, clock.compile
             session = Session(self.model, cache, [prompt], [len(prompt)], 0, self.settings, timings)
             for piece in session.run(logits):
-                show(piece.text)
                 text_so_far += piece.text
                 tokens.extend(piece.tokens)
                 if piece.result is not None:
                     finish_reason = piece.result.finish_reason
                     cache_bytes = piece.result.cache_bytes
                     self._keep(session.cache, prompt + tokens)
+                show(piece.text)
         except KeyboardInterrupt:
             if not tokens:
                 raise

@@ -74,8 +74,8 @@ def prepare(cache: Cache, rows: list[Row]) -> int | None:
 
 
 def context_bucket(n: int, n_cells: int) -> int:
-    """How many cells to read when `n` are filled: a power of two of at least 128, or all."""
-    return min(max(bucket(n), 128), n_cells)
+    """How many cells to read when `n` are filled: a power of two of at least 512, or all."""
+    return min(max(bucket(n), 512), n_cells)
 
 
 @jax.jit
