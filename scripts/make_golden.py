@@ -27,9 +27,9 @@ from typing import Any
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import numpy as np
-import torch
-import transformers
-from torch import Tensor, nn
+import torch  # pyright: ignore[reportMissingImports]
+import transformers  # pyright: ignore[reportMissingImports]
+from torch import Tensor, nn  # pyright: ignore[reportMissingImports]
 
 VOCAB, N_TOKENS, PROMPT, N_NEW = 96, 43, 11, 12
 COMMON = {"vocab_size": VOCAB, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}

@@ -26,6 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
+import tiny_export
 import tiny_text
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -35,18 +36,8 @@ from jaxhybrid.families import hparams_from_config
 from jaxhybrid.model import forward, init_params
 from jaxhybrid.params import Params
 
-CHAT_TEMPLATE = """\
-{%- for message in messages -%}
-{%- if message.role == 'user' -%}
-<|user|>{{ message.content }}
-{%- elif message.role == 'assistant' -%}
-<|assistant|>{{ message.content }}<|endoftext|>
-{%- else -%}
-{{ raise_exception('only the roles user and assistant are known, not ' ~ message.role) }}
-{%- endif -%}
-{%- endfor -%}
-{%- if add_generation_prompt -%}<|assistant|>{%- endif -%}
-"""
+EVALUATION_LENGTH = 512
+"""Tokens of a window in which the held-out text is scored."""
 
 
 def model_config(vocab_size: int, micro: bool) -> dict[str, Any]:
@@ -124,9 +115,7 @@ class Data:
             raise SystemExit(
                 f"train_tiny: the text has {len(self.training)} tokens, --length {length} needs more"
             )
-        starts = np.random.default_rng([seed, step]).integers(
-            len(self.training) - length, size=rows
-        )
+        starts = np.random.default_rng([seed, step]).integers(len(self.training) - length, size=rows)
         return self.training[starts[:, None] + np.arange(length + 1)]
 
     def windows(self, rows: int, length: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -136,9 +125,7 @@ class Data:
         for first in range(0, n, rows):
             block = np.zeros((rows, length + 1), np.int32)
             counts = np.zeros((rows, length), bool)
-            for row, start in enumerate(
-                range(first * length, min(first + rows, n) * length, length)
-            ):
+            for row, start in enumerate(range(first * length, min(first + rows, n) * length, length)):
                 part = tokens[start : start + length + 1]
                 block[row, : len(part)] = part
                 counts[row, : len(part) - 1] = True
@@ -206,9 +193,7 @@ class Run:
             return nats(Params(tensors, self.hparams), tokens).mean()
 
         value, gradient = jax.value_and_grad(loss)(state["params"])
-        updates, optimizer_state = self.optimizer.update(
-            gradient, state["optimizer"], state["params"]
-        )
+        updates, optimizer_state = self.optimizer.update(gradient, state["optimizer"], state["params"])
         params = optax.apply_updates(state["params"], updates)
         return {"params": params, "optimizer": optimizer_state}, value
 
@@ -240,20 +225,8 @@ class Run:
         hparams = hparams_from_config(self.config)
         save_params(Params(self.state["params"], hparams), model, self.config, jnp.bfloat16)
         exported = load_params(model, jnp.float32)
-        measured = bits_per_byte(exported, self.data, self.settings["batch"], 512)
-        self.data.tokenizer.save(str(model / "tokenizer.json"))
-        write_json(
-            model / "tokenizer_config.json",
-            {
-                "tokenizer_class": "PreTrainedTokenizerFast",
-                "bos_token": tiny_text.END,
-                "eos_token": tiny_text.END,
-                "pad_token": tiny_text.END,
-                "model_max_length": self.config["max_position_embeddings"],
-            },
-        )
-        write_json(model / "generation_config.json", {"bos_token_id": 0, "eos_token_id": 0})
-        (model / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
+        measured = bits_per_byte(exported, self.data, self.settings["batch"], EVALUATION_LENGTH)
+        tiny_export.write_tokenizer(self.data.tokenizer, model, self.config["max_position_embeddings"])
         report = self.settings | {
             "steps done": self.step,
             "parameters": sum(leaf.size for leaf in jax.tree.leaves(self.state["params"])),
@@ -261,9 +234,12 @@ class Run:
             "tokens in the training text": len(self.data.training),
             "documents trained on and held out": self.data.documents,
             "held-out bytes": self.data.held_out_bytes,
+            "evaluation length": EVALUATION_LENGTH,
             "held-out bits per byte": round(measured, 4),
         }
         write_json(self.folder / "report.json", report)
+        card = tiny_export.model_card(report, tiny_export.samples(model))
+        (model / "README.md").write_text(card, encoding="utf-8")
         return measured
 
 

@@ -127,9 +127,7 @@ def test_written_config_is_strict_json_and_reads_back(tmp_path: Path) -> None:
     assert read_config(tmp_path) == made | {"limit": [0.0, math.inf]}
 
 
-def test_failed_write_leaves_the_old_file_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_write_leaves_the_old_file_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "config.json"
     write_json(path, {"model_type": "old"})
     with pytest.raises(TypeError):
@@ -386,9 +384,7 @@ def test_repeated_tensor_name(tmp_path: Path) -> None:
 def test_size_of_the_header_is_bounded_before_it_is_read(tmp_path: Path) -> None:
     def file_of(length: int, size: int) -> None:
         with open(tmp_path / "model.safetensors", "wb") as file:
-            file.write(
-                raw({"a": entry("U8", [size - length - 8], 0, size - length - 8)}, b"", length)
-            )
+            file.write(raw({"a": entry("U8", [size - length - 8], 0, size - length - 8)}, b"", length))
             file.write(b" " * (length - file.tell() + 8) if length < 10**7 else b"")
             file.truncate(size)  # sparse: takes no space
 
@@ -484,8 +480,7 @@ def test_damaged_files_are_read_or_refused(fuzz_folder: Path, data: bytes) -> No
 )
 def test_round_trip_of_any_names_and_shapes(fuzz_folder: Path, made: dict[str, Any]) -> None:
     tensors = {
-        name: np.arange(math.prod(shape)).reshape(shape).astype(kind)
-        for name, (kind, shape) in made.items()
+        name: np.arange(math.prod(shape)).reshape(shape).astype(kind) for name, (kind, shape) in made.items()
     }
     write_safetensors(fuzz_folder / "model.safetensors", tensors)
     with TensorFiles(fuzz_folder) as files:

@@ -27,7 +27,9 @@ def folder(tmp_path_factory):
 @pytest.fixture
 def run(capsys, monkeypatch, tmp_path):
     """Runs the command in this process: (exit code, standard output, standard error)."""
-    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", os.environ.get("JAX_COMPILATION_CACHE_DIR", str(tmp_path)))
+    monkeypatch.setenv(
+        "JAX_COMPILATION_CACHE_DIR", os.environ.get("JAX_COMPILATION_CACHE_DIR", str(tmp_path))
+    )
 
     def run(*arguments, stdin=b"", tty=False):
         stream = io.TextIOWrapper(io.BytesIO(stdin), encoding="utf-8")

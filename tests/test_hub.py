@@ -200,9 +200,7 @@ def test_refusals_say_what_to_do(hub: ThreadingHTTPServer, tmp_path: Path) -> No
         ("owner/data", {}, ["no config.json", "choose a repository"]),
         ("owner/a--b", {}, ["not a valid hub id"]),
     ]
-    results = call(
-        hub.server_address[1], tmp_path, *((model, options) for model, options, _ in expected)
-    )
+    results = call(hub.server_address[1], tmp_path, *((model, options) for model, options, _ in expected))
     for (model, _, words), (kind, text) in zip(expected, results, strict=True):
         assert kind == "error" and "\n" not in text, (model, text)
         assert model in text and all(word in text for word in words), (model, text)

@@ -98,9 +98,7 @@ def test_allowed_tokens_and_probabilities_match_sorting(row, temperature, k, p, 
 def test_ties_at_the_top_k_threshold_are_kept_and_zeros_of_both_signs_tie():
     x = np.full(V, -9.0)
     x[[3, 10, 20, 30]] = [1.0, 0.0, -0.0, -1.0]
-    found = probabilities_jit(
-        same_rows(x), make_sampling(B, temperature=1.0, top_k=2), empty_counts(B, V)
-    )
+    found = probabilities_jit(same_rows(x), make_sampling(B, temperature=1.0, top_k=2), empty_counts(B, V))
     assert np.flatnonzero(found[0]).tolist() == [3, 10, 20]
 
 
@@ -196,9 +194,7 @@ def test_greedy_rows_take_the_first_largest_logit_beside_random_rows():
     logits = rng.integers(-3, 4, size=(B, V)).astype(np.float32)
     setting = make_sampling(B, temperature=[0, 1.5, 0, 1.5], top_k=[3, 0, 0, 5], seed=9)
     for t in range(10):
-        tokens = np.asarray(
-            sample_jit(jnp.asarray(logits), setting, empty_counts(B, V), positions(B, t))
-        )
+        tokens = np.asarray(sample_jit(jnp.asarray(logits), setting, empty_counts(B, V), positions(B, t)))
         np.testing.assert_array_equal(tokens[[0, 2]], logits.argmax(-1)[[0, 2]])
     greedy = make_sampling(B)
     tokens = sample_jit(jnp.asarray(logits), greedy, empty_counts(B, V), positions())
@@ -292,9 +288,7 @@ def primitives(jaxpr, into_branches: bool) -> set[str]:
         found.add(equation.primitive.name)
         if equation.primitive.name == "cond" and not into_branches:
             continue
-        for inner in jax.tree.leaves(
-            list(equation.params.values()), is_leaf=lambda x: hasattr(x, "jaxpr")
-        ):
+        for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "jaxpr")):
             if hasattr(inner, "jaxpr"):
                 found |= primitives(inner.jaxpr, into_branches)
     return found

@@ -41,13 +41,23 @@ def prompts_of(*lengths):
 
 def run(params, prompts, max_tokens=9, dispatch=4, stop_ids=(), unified=False, aligned=True, **sampling):
     rows = len(prompts)
-    cache = jh.create_cache(params.hparams, 64 * (rows if unified else 1), rows, unified=unified, cell_multiple=64)
-    batch = jh.Batch([t for p in prompts for t in p], seq_ids=[(r,) for r, p in enumerate(prompts) for _ in p])
+    cache = jh.create_cache(
+        params.hparams, 64 * (rows if unified else 1), rows, unified=unified, cell_multiple=64
+    )
+    batch = jh.Batch(
+        [t for p in prompts for t in p], seq_ids=[(r,) for r, p in enumerate(prompts) for _ in p]
+    )
     logits, cache = jh.decode(params, cache, batch)
     limits = max_tokens if isinstance(max_tokens, list) else [max_tokens] * rows
     first, state = loop.start(
-        params, logits, prompts, list(range(rows)), [len(p) for p in prompts], limits,
-        [list(stop_ids)] * rows, make_sampling(rows, **sampling),
+        params,
+        logits,
+        prompts,
+        list(range(rows)),
+        [len(p) for p in prompts],
+        limits,
+        [list(stop_ids)] * rows,
+        make_sampling(rows, **sampling),
     )
     written = [np.asarray(first)[:, None]]
     while np.any(np.asarray(state.finish) == loop.RUNNING):

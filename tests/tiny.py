@@ -44,8 +44,7 @@ def params(kind: str) -> Params:
     leaves, tree = jax.tree.flatten(made)
     noise = jax.random.split(jax.random.key(8), len(leaves))
     leaves = [
-        leaf + 0.1 * jax.random.normal(key, leaf.shape)
-        for leaf, key in zip(leaves, noise, strict=True)
+        leaf + 0.1 * jax.random.normal(key, leaf.shape) for leaf, key in zip(leaves, noise, strict=True)
     ]
     return jax.tree.unflatten(tree, [leaf.astype(jnp.float32) for leaf in leaves])
 
