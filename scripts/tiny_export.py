@@ -60,8 +60,9 @@ def model_card(report: dict[str, Any], samples: str) -> str:
     return f"""\
 # A tiny hybrid model
 
-{report["parameters"]:,} parameters in bfloat16, `granitemoehybrid` layout: Mamba-2 layers with attention between
-them, a byte-level BPE tokenizer of {report["vocab"]:,} tokens. It exists to try a program, not to inform anyone.
+{report["parameters"]:,} parameters in bfloat16, `granitemoehybrid` layout: Mamba-2 layers with attention
+between them, a byte-level BPE tokenizer of {report["vocab"]:,} tokens. It exists to try a program, not to
+inform anyone.
 
 {source}
 

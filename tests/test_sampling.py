@@ -41,8 +41,13 @@ def same_rows(row: np.ndarray, n_rows: int = B) -> jax.Array:
 
 
 def reference(x: np.ndarray, temperature: float, k: int, p: float, min_p: float) -> np.ndarray:
-    """Probabilities by sorting, float64; ties at a threshold are kept."""
-    x = x.astype(np.float64) / temperature
+    """Probabilities by sorting, float64; ties at a threshold are kept.
+
+    Only the distance to the largest logit is float32, as in the code: it decides what is a tie.
+    """
+    x = x.astype(np.float32)
+    with np.errstate(invalid="ignore"):
+        x = np.where(x == x.max(), 0, (x - x.max()) / np.float32(temperature)).astype(np.float64)
     if 0 < k < len(x):
         x = np.where(x >= np.sort(x)[-k], x, -np.inf)
     chance = np.exp(x - x.max())
