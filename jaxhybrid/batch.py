@@ -47,9 +47,7 @@ def make_ubatch(
     ids = jnp.asarray(tokens, jnp.int32)
     rows, n_tokens = ids.shape
     row = jnp.arange(rows, dtype=jnp.int32)
-    real = (
-        jnp.full(rows, n_tokens, jnp.int32) if lengths is None else jnp.asarray(lengths, jnp.int32)
-    )
+    real = jnp.full(rows, n_tokens, jnp.int32) if lengths is None else jnp.asarray(lengths, jnp.int32)
     if outputs is None:
         outputs = row * n_tokens + jnp.maximum(real - 1, 0)
     return Ubatch(
@@ -131,9 +129,7 @@ def check_batch(batch: Batch, vocab_size: int, ends: Sequence[int]) -> list[Row]
     for i in range(n):
         token = int(batch.tokens[i])
         if not 0 <= token < vocab_size:
-            raise TokenRangeError(
-                f"token {i}: id {token} is outside the vocabulary of {vocab_size}"
-            )
+            raise TokenRangeError(f"token {i}: id {token} is outside the vocabulary of {vocab_size}")
         ids = {0} if batch.seq_ids is None else set(batch.seq_ids[i])
         for seq in sorted(ids):
             if not 0 <= seq < n_seq_max:

@@ -79,9 +79,7 @@ def read_chat_template(folder: Path, settings: Mapping[str, Any]) -> ChatTemplat
         found = {"default": found}
     elif isinstance(found, list):
         found = {t.get("name"): t.get("template") for t in found if isinstance(t, dict)}
-    if not isinstance(found, dict) or not all(
-        isinstance(x, str) for pair in found.items() for x in pair
-    ):
+    if not isinstance(found, dict) or not all(isinstance(x, str) for pair in found.items() for x in pair):
         raise TokenizerError(
             f"chat_template of {folder} is neither a string nor a list of objects with name and "
             "template: repair or remove it"
@@ -96,9 +94,7 @@ def read_json(file: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, RecursionError) as error:
-        raise TokenizerError(
-            f"{file} cannot be read ({one_line(error)}): download it again"
-        ) from error
+        raise TokenizerError(f"{file} cannot be read ({one_line(error)}): download it again") from error
     if not isinstance(value, dict):
         raise TokenizerError(f"{file} holds {type(value).__name__}, not an object: repair it")
     return value

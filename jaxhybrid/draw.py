@@ -34,9 +34,7 @@ def argmax(x: Array) -> Array:
     return (block * _BLOCK + inside).astype(jnp.int32)
 
 
-def token_weights(
-    logits: Array, temperature: Array, top_k: Array, top_p: Array, min_p: Array
-) -> Array:
+def token_weights(logits: Array, temperature: Array, top_k: Array, top_p: Array, min_p: Array) -> Array:
     """Chances of tokens after temperature and filters, int32 [B, 16, C], 16 * C >= V: token v is
     at [v // C, v % C]. Logits [B, V], settings [B]; a temperature of 0 is taken as 1."""
     n_rows, vocab = logits.shape

@@ -93,6 +93,4 @@ def _room(child: cells.AttentionCache) -> tuple[Array, Array]:
 def _warn_of_non_finite(status: Array, seq_ids: Array) -> None:
     bad = np.asarray(seq_ids)[np.asarray(status) == NON_FINITE]
     if bad.size:
-        warnings.warn(
-            f"sequence {bad[0]}: activations are not finite; check the weights", stacklevel=3
-        )
+        warnings.warn(f"sequence {bad[0]}: activations are not finite; check the weights", stacklevel=3)

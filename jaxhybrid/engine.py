@@ -127,9 +127,7 @@ class Piece:
     result: Result | None = None
 
 
-def load(
-    path: str | Path | None = None, *, dtype: Any = None, progress: Progress | None = None
-) -> Model:
+def load(path: str | Path | None = None, *, dtype: Any = None, progress: Progress | None = None) -> Model:
     """A model from a Hugging Face folder or hub id, or the small one inside this package for None.
 
     dtype: of the weights, None for that of the files.
@@ -151,9 +149,7 @@ def generate(model: Model, prompts: Prompt | Sequence[Prompt], **settings: Any) 
 
     A prompt is text, or token ids. Keywords are the fields of `Settings`.
     """
-    single = isinstance(prompts, str) or (
-        len(prompts) > 0 and isinstance(prompts[0], int | np.integer)
-    )
+    single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int | np.integer))
     several: Sequence[Prompt] = [prompts] if single else prompts  # type: ignore[assignment, list-item]
     results = [p.result for p in stream(model, several, **settings) if p.result is not None]
     results.sort(key=lambda r: r.index)
@@ -219,9 +215,7 @@ def _check_lengths(model: Model, ids: list[list[int]], wanted: Settings) -> None
         )
 
 
-def prefill(
-    model: Model, cache: Cache, group: list[list[int]], wanted: Settings
-) -> tuple[Array, Cache]:
+def prefill(model: Model, cache: Cache, group: list[list[int]], wanted: Settings) -> tuple[Array, Cache]:
     """Logits [len(group), V] after each prompt; a prompt that occurs twice is computed once."""
     first: dict[tuple[int, ...], int] = {}
     owner = [first.setdefault(tuple(p), i) for i, p in enumerate(group)]
@@ -353,8 +347,7 @@ class Session:
             finish_reason=reason,
             timings=self.timings,
             cache_bytes={
-                child: sum(layers.values())
-                for child, layers in memory.state_bytes(self.cache).items()
+                child: sum(layers.values()) for child, layers in memory.state_bytes(self.cache).items()
             },
         )
 

@@ -31,9 +31,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--model", metavar="PATH", help="a Hugging Face folder, or a hub id to download")
-    add(
-        "--prompt", action="append", default=[], help="text to continue; may be given several times"
-    )
+    add("--prompt", action="append", default=[], help="text to continue; may be given several times")
     add(
         "--prompt-file",
         action="append",
@@ -52,9 +50,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--dtype", choices=["auto", "float32", "bfloat16"], default="auto", help="of the weights")
     add("--ctx", type=int, metavar="N", help="tokens a sequence can hold (default: as needed)")
     add("--batch-size", type=int, default=16, metavar="N", help="prompts side by side (default 16)")
-    add(
-        "--ubatch", type=int, default=512, metavar="N", help="tokens per prefill step (default 512)"
-    )
+    add("--ubatch", type=int, default=512, metavar="N", help="tokens per prefill step (default 512)")
     sampling = parser.add_argument_group("sampling")
     add = sampling.add_argument
     add("--max-tokens", type=int, metavar="N", help="most tokens to write (default 256)")
@@ -107,9 +103,7 @@ def _run(args: argparse.Namespace) -> int:
     wanted: list[Any] = list(prompts)
     if args.chat:
         system = [{"role": "system", "content": args.system}] if args.system else []
-        wanted = [
-            model.tokenizer.encode_chat([*system, {"role": "user", "content": p}]) for p in prompts
-        ]
+        wanted = [model.tokenizer.encode_chat([*system, {"role": "user", "content": p}]) for p in prompts]
     wanted = [engine.encode_prompt(model, prompt, i) for i, prompt in enumerate(wanted)]
     pieces = engine.stream(model, wanted, **settings)
     results, interrupted = _print_pieces(pieces, prompts, [len(w) for w in wanted], args)
@@ -153,9 +147,7 @@ def _prompts(args: argparse.Namespace) -> list[str] | None:
             if args.json:
                 raise UsageError("--json cannot be used in a conversation; give --prompt as well")
             return None
-        raise UsageError(
-            "no prompt: give --prompt TEXT, --prompt-file FILE, --chat, or pipe one in"
-        )
+        raise UsageError("no prompt: give --prompt TEXT, --prompt-file FILE, --chat, or pipe one in")
     return [_decoded(sys.stdin.buffer.read(), "standard input")]
 
 
@@ -185,9 +177,7 @@ def _stop_token(model: Model, text: str) -> int:
         return int(text)
     token = model.tokenizer.token_id(text)
     if token is None:
-        raise UsageError(
-            f"--stop-token {text!r} is no single token of this model; use --stop for any text"
-        )
+        raise UsageError(f"--stop-token {text!r} is no single token of this model; use --stop for any text")
     return token
 
 
@@ -228,9 +218,7 @@ def _print_pieces(
     def show_json() -> None:
         nonlocal shown
         while shown in results:
-            print(
-                json.dumps(_as_json(results[shown], prompts[shown]), ensure_ascii=False), flush=True
-            )
+            print(json.dumps(_as_json(results[shown], prompts[shown]), ensure_ascii=False), flush=True)
             shown += 1
 
     try:

@@ -143,9 +143,7 @@ class Hparams:
         for name in ("n_layers", "d_model", "vocab_size"):
             if getattr(self, name) < 1:
                 raise HparamsError(f"{name}: {getattr(self, name)} must be at least 1")
-        attention = _checked_indices(
-            "attention_layer_indices", self.attention_layer_indices, self.n_layers
-        )
+        attention = _checked_indices("attention_layer_indices", self.attention_layer_indices, self.n_layers)
         recurrent = self.recurrent_layer_indices
         if recurrent is None:
             recurrent = tuple(i for i in range(self.n_layers) if i not in attention)
@@ -288,9 +286,7 @@ def resolve_layers(
         _checked_length(names["kv_heads"], kv_heads, n_layers)
         for i, heads in enumerate(kv_heads):
             if isinstance(heads, bool) or not isinstance(heads, int) or heads < 0:
-                raise HparamsError(
-                    f"{names['kv_heads']}: {heads!r} at layer {i} is no number of heads"
-                )
+                raise HparamsError(f"{names['kv_heads']}: {heads!r} at layer {i} is no number of heads")
         from_attention("kv_heads", (i for i, heads in enumerate(kv_heads) if heads))
     if recurrent_layers is not None:
         _checked_length(names["recurrent_layers"], recurrent_layers, n_layers)
@@ -304,9 +300,7 @@ def resolve_layers(
     if period is not None and offset is not None:
         _checked_at_least(names["period"], period, 1)
         if not 0 <= offset < period:
-            raise HparamsError(
-                f"{names['offset']}: {offset} is out of range for {names['period']}={period}"
-            )
+            raise HparamsError(f"{names['offset']}: {offset} is out of range for {names['period']}={period}")
         from_attention("period", range(offset, n_layers, period))
     if pattern is not None:
         unknown = [c for c in pattern if c not in _PATTERN]
@@ -320,8 +314,7 @@ def resolve_layers(
     for other in others:
         if kinds[other] != kinds[first]:
             differing = min(
-                set(kinds[other][0]) ^ set(kinds[first][0])
-                or set(kinds[other][1]) ^ set(kinds[first][1])
+                set(kinds[other][0]) ^ set(kinds[first][0]) or set(kinds[other][1]) ^ set(kinds[first][1])
             )
             raise HparamsError(f"{names[other]}: contradicts {names[first]} at layer {differing}")
     return kinds[first]

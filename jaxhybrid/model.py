@@ -15,6 +15,7 @@ from jaxhybrid.cache import hybrid
 from jaxhybrid.cache.hybrid import Cache, Memory
 from jaxhybrid.hparams import Hparams, Layer
 from jaxhybrid.mixers import attention, mamba2
+from jaxhybrid.mixers.memory import Causal, RowStates
 from jaxhybrid.ops.linear import linear
 from jaxhybrid.ops.mlp import mlp, mlp_spec, moe, moe_spec
 from jaxhybrid.ops.norms import rms_norm
@@ -80,18 +81,6 @@ class _Wiring(NamedTuple):
     residual_multiplier: float
 
 
-class _Fresh(struct.PyTreeNode):
-    """The memory of a recurrent layer that remembers nothing."""
-
-    state: dict[str, Array]
-
-    def read(self) -> dict[str, Array]:
-        return self.state
-
-    def write(self, rows: dict[str, Array]) -> _Fresh:
-        return self
-
-
 @partial(jax.jit, static_argnames=("layer", "wiring"))
 def _block(
     p: Tree,
@@ -112,8 +101,7 @@ def _block(
             y, stored = attention.apply(p["attention"], h, stored, positions, layer.attention)
             mixed.append(y)
         if layer.recurrent is not None:
-            y, rows = mamba2.apply(p["mamba2"], h, state.read(), lengths, layer.recurrent)
-            state = state.write(rows)
+            y, state = mamba2.apply(p["mamba2"], h, state, lengths, layer.recurrent)
             mixed.append(y)
         x = x + wiring.residual_multiplier * sum(mixed[1:], mixed[0]).astype(x.dtype)
     if layer.mlp is not None or layer.moe is not None:
@@ -196,14 +184,14 @@ def forward(params: Params, tokens: Array, lengths: Array | None = None) -> Arra
     if lengths is None:
         lengths = jnp.full(rows, n_tokens, jnp.int32)
     positions = jnp.broadcast_to(jnp.arange(n_tokens, dtype=jnp.int32), tokens.shape)
-    causal = attention.Causal(valid=positions < lengths[:, None])
+    causal = Causal(valid=positions < lengths[:, None])
     x = _embed(params, tokens)
     wiring = _Wiring(hp.norm_eps, hp.residual_multiplier)
     for i, layer in enumerate(hp.layers):
         state = None
         if layer.recurrent is not None:
             shapes = layer.recurrent.state_shapes
-            state = _Fresh({n: jnp.zeros((rows, *s), jnp.float32) for n, s in shapes.items()})
+            state = RowStates({n: jnp.zeros((rows, *s), jnp.float32) for n, s in shapes.items()})
         p = params["layers"][str(i)]
         x, _ = _block(p, x, (causal, state), positions, lengths, layer=layer, wiring=wiring)
     return _logits(params, x)

@@ -98,13 +98,9 @@ def _initial(spec: TensorSpec, key: Array, dtype: jnp.dtype) -> Array:
             scale = 1 / math.sqrt(spec.fan_in or spec.shape[-1])
             return (scale * jax.random.normal(key, spec.shape, jnp.float32)).astype(dtype)
         case "a_log":  # decay rates spread over 1 to 16, as in the Mamba-2 reference
-            return jnp.log(jax.random.uniform(key, spec.shape, jnp.float32, 1.0, 16.0)).astype(
-                dtype
-            )
+            return jnp.log(jax.random.uniform(key, spec.shape, jnp.float32, 1.0, 16.0)).astype(dtype)
         case "dt_bias":  # softplus(bias) log-uniform over 1e-3 to 1e-1, as in the Mamba-2 reference
-            log_dt = jax.random.uniform(
-                key, spec.shape, jnp.float32, math.log(1e-3), math.log(1e-1)
-            )
+            log_dt = jax.random.uniform(key, spec.shape, jnp.float32, math.log(1e-3), math.log(1e-1))
             dt = jnp.exp(log_dt)
             return (dt + jnp.log(-jnp.expm1(-dt))).astype(dtype)
         case _:

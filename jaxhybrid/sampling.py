@@ -140,9 +140,7 @@ def sample(logits: Array, sampling: Sampling, counts: TokenCounts, positions: Ar
     random = sampling.temperature > 0
 
     def mixed() -> Array:
-        drawn = lax.platform_dependent(
-            logits, sampling, positions, cpu=_draw_row_by_row, default=_draw
-        )
+        drawn = lax.platform_dependent(logits, sampling, positions, cpu=_draw_row_by_row, default=_draw)
         return jnp.where(random, drawn, greedy)
 
     return lax.cond(random.any(), mixed, lambda: greedy)
@@ -200,6 +198,4 @@ def _draw(logits: Array, sampling: Sampling, positions: Array) -> Array:
 
 
 def _weights(logits: Array, sampling: Sampling) -> Array:
-    return token_weights(
-        logits, sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p
-    )
+    return token_weights(logits, sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)

@@ -60,9 +60,7 @@ class Tokenizer:
                 "other tokenizer files with save_pretrained of transformers' AutoTokenizer"
             ) from error
         except Exception as error:  # tokenizers raises plain Exception
-            raise TokenizerError(
-                f"{file} cannot be read ({one_line(error)}): download it again"
-            ) from error
+            raise TokenizerError(f"{file} cannot be read ({one_line(error)}): download it again") from error
         settings = read_json(folder / "tokenizer_config.json")
         special = _special_tokens(read_json(folder / "special_tokens_map.json"))
         special |= _special_tokens(settings)

@@ -58,9 +58,7 @@ class StopStrings:
         """(text that cannot be part of a stop string any more, whether a stop string was found)."""
         self._held += text
         found = [
-            (start + len(stop), start)
-            for stop in self._strings
-            if (start := self._held.find(stop)) >= 0
+            (start + len(stop), start) for stop in self._strings if (start := self._held.find(stop)) >= 0
         ]
         if found:
             text, self._held = self._held[: min(found)[1]], ""

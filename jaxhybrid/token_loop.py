@@ -86,9 +86,7 @@ def start(
 
 
 @jax.jit
-def _first(
-    logits: Array, prompts: Array, lengths: Array, state: LoopState
-) -> tuple[Array, LoopState]:
+def _first(logits: Array, prompts: Array, lengths: Array, state: LoopState) -> tuple[Array, LoopState]:
     state = state.replace(counts=count_prompt(state.counts, prompts, lengths))
     finite = jnp.all(jnp.isfinite(logits), axis=-1)
     return _choose(logits, jnp.where(finite, 0, NON_FINITE), state)
@@ -103,9 +101,7 @@ def _choose(logits: Array, status: Array, state: LoopState) -> tuple[Array, Loop
     chosen = sample(logits, state.sampling, state.counts, state.positions)
     stopped = jnp.any(chosen[:, None] == state.stop_ids, axis=1)
     n_left = jnp.where(writes, state.n_left - 1, state.n_left)
-    finish = jnp.where(
-        writes & stopped, STOPPED, jnp.where(writes & (n_left <= 0), LENGTH, state.finish)
-    )
+    finish = jnp.where(writes & stopped, STOPPED, jnp.where(writes & (n_left <= 0), LENGTH, state.finish))
     finish = jnp.where(broken, BROKEN, jnp.where(full, FULL, finish))
     state = state.replace(
         tokens=jnp.where(writes, chosen, state.tokens),
@@ -116,9 +112,7 @@ def _choose(logits: Array, status: Array, state: LoopState) -> tuple[Array, Loop
     return jnp.where(writes, chosen, -1), state
 
 
-@partial(
-    jax.jit, static_argnames=("n_tokens", "n_kv", "aligned"), donate_argnames=("cache", "state")
-)
+@partial(jax.jit, static_argnames=("n_tokens", "n_kv", "aligned"), donate_argnames=("cache", "state"))
 def advance(
     params: Params,
     cache: Cache,

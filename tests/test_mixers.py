@@ -15,6 +15,7 @@ import pytest
 
 from jaxhybrid.hparams import AttentionHparams, Mamba2Hparams, MlpHparams, MoeHparams, RopeHparams
 from jaxhybrid.mixers import attention, mamba2
+from jaxhybrid.mixers.memory import Causal, RowStates
 from jaxhybrid.ops.causal_conv import causal_conv
 from jaxhybrid.ops.mlp import mlp, mlp_spec, moe, moe_spec
 from jaxhybrid.ops.norms import grouped_rms_norm, rms_norm
@@ -81,7 +82,12 @@ def mamba2_row(p: Tree, x: np.ndarray, conv: np.ndarray, ssm: np.ndarray, hp: Ma
     return np.array(ys).reshape(x.shape), np.array(window[-(hp.conv_kernel - 1) :]), s
 
 
-apply_mamba2 = jax.jit(mamba2.apply, static_argnames=("hp", "form"))
+@partial(jax.jit, static_argnames=("hp", "form"))
+def apply_mamba2(
+    p: Tree, x: Any, state: Any, lengths: Any, hp: Mamba2Hparams, form: Any = None
+) -> tuple[Any, Any]:
+    y, memory = mamba2.apply(p, x, RowStates(state), lengths, hp, form)
+    return y, memory.states
 
 
 def by_one_token(
@@ -279,7 +285,7 @@ apply_attention = jax.jit(attention.apply, static_argnames="hp")
 def test_attention_agrees_with_the_definition(name):
     hp, lengths, first = ATTENTIONS[name], [7, 3, 1], np.array([0, 40, 300])
     p, x = random_tree(attention.spec(hp, D_MODEL)), normal(ROWS, 7, D_MODEL)
-    memory = attention.Causal(valid=jnp.arange(7) < jnp.asarray(lengths)[:, None])
+    memory = Causal(valid=jnp.arange(7) < jnp.asarray(lengths)[:, None])
     y, _ = apply_attention(p, x, memory, first[:, None] + np.arange(7), hp)
     for row, n in enumerate(lengths):
         close(y[row, :n], attention_row(p, x[row, :n], first[row], hp))

@@ -58,9 +58,7 @@ class LayerCells(struct.PyTreeNode):
 
     def extend(self, keys: Array, values: Array) -> tuple[Array, Array, Array, LayerCells]:
         """Write K/V [B, T, KV heads, head size] of new tokens; what queries see, and the memory."""
-        stored = self.replace(
-            keys=self._write(self.keys, keys), values=self._write(self.values, values)
-        )
+        stored = self.replace(keys=self._write(self.keys, keys), values=self._write(self.values, values))
         return stored._visible(stored.keys), stored._visible(stored.values), self.plan.mask, stored
 
     def _write(self, buffer: Array, new: Array) -> Array:
@@ -88,9 +86,7 @@ def create(
     streams = 1 if unified else n_seq_max
 
     def buffers(dtype: jnp.dtype) -> tuple[Array, ...]:
-        return tuple(
-            jnp.zeros((streams, heads, n_cells, size), dtype) for heads, size in cell_shapes
-        )
+        return tuple(jnp.zeros((streams, heads, n_cells, size), dtype) for heads, size in cell_shapes)
 
     return AttentionCache(
         keys=buffers(k_dtype),
@@ -132,9 +128,7 @@ def n_free(cache: AttentionCache) -> Array:
 # ------------------------------------------------------------------------------------------ a step
 
 
-def find_cells(
-    cache: AttentionCache, seq_ids: Array, lengths: Array, n_tokens: int
-) -> tuple[Array, Array]:
+def find_cells(cache: AttentionCache, seq_ids: Array, lengths: Array, n_tokens: int) -> tuple[Array, Array]:
     """Free cells for each token: (int32 [B, T], fits: bool). The lowest free cells are taken first."""
     free = cache.positions < 0
     counted = jnp.cumsum(free, axis=1, dtype=jnp.int32)  # [streams, S]
@@ -155,9 +149,7 @@ def occupy(
 ) -> tuple[AttentionCache, CellPlan]:
     """Give the cells [B, T] to their sequences at `positions` [B, T]; the plan for the layers."""
     streams = jnp.zeros_like(seq_ids) if cache.unified else seq_ids
-    cache = cache.replace(
-        positions=cache.positions.at[streams[:, None], cells].set(positions, mode="drop")
-    )
+    cache = cache.replace(positions=cache.positions.at[streams[:, None], cells].set(positions, mode="drop"))
     if cache.owners is not None:
         owner = jax.nn.one_hot(seq_ids, cache.n_seq_max, dtype=bool)[:, None, :]
         owner = jnp.broadcast_to(owner, (*cells.shape, cache.n_seq_max))
@@ -168,9 +160,7 @@ def occupy(
     else:
         stored = cache.positions[:, :n_kv] if aligned else cache.positions[seq_ids, :n_kv]
     mask = (stored[:, None] >= 0) & (stored[:, None] <= positions[:, :, None])
-    return cache, CellPlan(
-        streams=streams, cells=cells, mask=mask, aligned=aligned and not cache.unified
-    )
+    return cache, CellPlan(streams=streams, cells=cells, mask=mask, aligned=aligned and not cache.unified)
 
 
 def layer_cells(cache: AttentionCache, layer: int, plan: CellPlan) -> LayerCells:

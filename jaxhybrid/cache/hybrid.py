@@ -108,8 +108,7 @@ def state_bytes(cache: Cache) -> dict[str, dict[int, int]]:
     if cache.attention is not None:
         pairs = zip(cache.attention.keys, cache.attention.values, strict=True)
         found["attention"] = {
-            layer: k.nbytes + v.nbytes
-            for layer, (k, v) in zip(cache.attention.layers, pairs, strict=True)
+            layer: k.nbytes + v.nbytes for layer, (k, v) in zip(cache.attention.layers, pairs, strict=True)
         }
     if cache.recurrent is not None:
         found["recurrent"] = {
@@ -149,7 +148,9 @@ def plan(
         cache = cache.replace(attention=child)
     if cache.recurrent is not None:
         last = starts + lengths - 1
-        recurrent, slot_plan = slots.occupy(cache.recurrent, seq_ids, lengths, last, ok)
+        recurrent, slot_plan = slots.occupy(
+            cache.recurrent, seq_ids, lengths, last, ok, in_place=aligned and n_tokens == 1
+        )
         cache = cache.replace(recurrent=recurrent)
     return cache, Plan(ok=ok, positions=positions, cells=cell_plan, slots=slot_plan)
 
@@ -221,9 +222,7 @@ def seq_rm(cache: Cache, seq: Int, p0: Int, p1: Int, lossy: bool = False) -> tup
     return cache.replace(attention=attention, recurrent=recurrent, lossy=marked), ok
 
 
-def seq_cp(
-    cache: Cache, src: Int, dst: Int, p0: Int, p1: Int, lossy: bool = False
-) -> tuple[Cache, Array]:
+def seq_cp(cache: Cache, src: Int, dst: Int, p0: Int, p1: Int, lossy: bool = False) -> tuple[Cache, Array]:
     """dst becomes the tokens of src in [p0, p1); what dst held is dropped. src = dst changes nothing.
 
     A recurrent state is shared and copied on write. It is known only at the tail, so where there is

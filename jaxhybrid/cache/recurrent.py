@@ -7,9 +7,14 @@ owner.
 
 from __future__ import annotations
 
+from typing import Any
+
+import jax
 import jax.numpy as jnp
 from flax import struct
-from jax import Array
+from jax import Array, lax
+
+from jaxhybrid.mixers.memory import Advance
 
 State = dict[str, Array]
 
@@ -37,30 +42,63 @@ class RecurrentCache(struct.PyTreeNode):
 
 
 class SlotPlan(struct.PyTreeNode):
-    """Slots one ubatch reads and writes, int32 [B]; a target out of range is not written."""
+    """Slots one ubatch reads and writes, int32 [B]; a target out of range is not written.
+
+    rows: int32 [slots + 1], the row that writes each slot, or out of range; None where states are
+    gathered for the rows instead.
+    """
 
     source: Array
     target: Array
+    rows: Array | None
 
 
 class LayerSlots(struct.PyTreeNode):
-    """One layer's states with the plan of a step: rows in, rows out."""
+    """One layer's states with the plan of a step: the memory a recurrent mixer is handed."""
 
     state: State
     plan: SlotPlan
 
-    def read(self) -> State:
-        """The state of each row before the step, each array [B, ...]."""
-        return {name: array[self.plan.source] for name, array in self.state.items()}
+    def advance(self, name: str, f: Advance, rows: Any) -> tuple[Array, LayerSlots]:
+        """The states of the rows go through `f` (see `StateMemory`) and into the rows' slots."""
+        buffer, plan = self.state[name], self.plan
+        if plan.rows is None:
+            y, new = f(buffer[plan.source], rows)
+            buffer = buffer.at[plan.target].set(new.astype(buffer.dtype), mode="drop")
+        else:
+            # all slots in place, in their own order: nothing as large as a state is moved
+            buffer = _moved(buffer, plan)
+            y, new = f(buffer, _by_slot(rows, plan.rows))
+            buffer = new.astype(buffer.dtype)
+            y = y[jnp.minimum(plan.target, buffer.shape[0] - 1)]
+        return y, self.replace(state=self.state | {name: buffer})
 
-    def write(self, rows: State) -> LayerSlots:
-        """Store the state of each row after the step."""
-        return self.replace(
-            state={
-                name: array.at[self.plan.target].set(rows[name].astype(array.dtype), mode="drop")
-                for name, array in self.state.items()
-            }
-        )
+
+def _moved(buffer: Array, plan: SlotPlan) -> Array:
+    """The states of rows that change their slot, brought there."""
+    moves = (plan.target < buffer.shape[0]) & (plan.source != plan.target)
+
+    def move(buffer: Array) -> Array:
+        return buffer.at[plan.target].set(buffer[plan.source], mode="drop")
+
+    return lax.cond(jnp.any(moves), move, lambda buffer: buffer, buffer)
+
+
+def _by_slot(rows: Any, order: Array) -> Any:
+    """Rows [B, ...] in the order of the slots (`SlotPlan.rows`), zero where no row writes.
+
+    The branch that nobody needs is there for its results: XLA's CPU compiler would otherwise compute the
+    rows again for every element of the states they meet.
+    """
+    n_slots, n_rows = len(order), len(jax.tree.leaves(rows)[0])
+
+    def ordered(rows: Any) -> Any:
+        return jax.tree.map(lambda t: t.at[order].get(mode="fill", fill_value=0), rows)
+
+    def nothing(rows: Any) -> Any:
+        return jax.tree.map(lambda t: jnp.zeros((n_slots, *t.shape[1:]), t.dtype), rows)
+
+    return lax.cond(jnp.any(order < n_rows), ordered, nothing, rows)
 
 
 def create(
@@ -89,10 +127,11 @@ def create(
 
 
 def occupy(
-    cache: RecurrentCache, seq_ids: Array, lengths: Array, last: Array, ok: Array
+    cache: RecurrentCache, seq_ids: Array, lengths: Array, last: Array, ok: Array, in_place: bool
 ) -> tuple[RecurrentCache, SlotPlan]:
     """Choose slots for rows of sequences `seq_ids` [B] whose last token will be at `last` [B].
 
+    in_place (static): work on all slots where they lie, which pays when most have a row.
     Rows of length 0, and every row when `ok` is false, write nothing and change nothing. There is
     always room: a sequence needs at most one slot, and there is one for each.
     """
@@ -103,17 +142,21 @@ def occupy(
     same = active[:, None] & active & (source[:, None] == source)
     earlier = jnp.sum(jnp.tril(same, -1), axis=1)  # rows before this one that read the same slot
     # in place for the only owner, or for the last owner once all the others have moved away
-    in_place = active & (source != zero) & (earlier == users[source] - 1)
-    moves = active & ~in_place
+    stays = active & (source != zero) & (earlier == users[source] - 1)
+    moves = active & ~stays
     free = jnp.cumsum(users[:zero] == 0)
     fresh = jnp.searchsorted(free, jnp.cumsum(moves), side="left")
-    target = jnp.where(ok & active, jnp.where(in_place, source, fresh), zero + 1).astype(jnp.int32)
+    target = jnp.where(ok & active, jnp.where(stays, source, fresh), zero + 1).astype(jnp.int32)
     seqs = jnp.where(ok & active, seq_ids, cache.n_seq_max)
     cache = cache.replace(
         slots=cache.slots.at[seqs, 0].set(target, mode="drop"),
         positions=cache.positions.at[seqs, 0].set(last, mode="drop"),
     )
-    return cache, SlotPlan(source=source, target=target)
+    rows = None
+    if in_place:
+        n_rows = len(seq_ids)
+        rows = jnp.full(zero + 1, n_rows).at[target].set(jnp.arange(n_rows), mode="drop")
+    return cache, SlotPlan(source=source, target=target, rows=rows)
 
 
 def layer_slots(cache: RecurrentCache, layer: int, plan: SlotPlan) -> LayerSlots:

@@ -34,9 +34,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     remedy = "download the file again"
     config = parse_json(read_bytes(path), str(path), remedy, object_hook=_unwrap_float)
     if not isinstance(config, dict):
-        raise CheckpointError(
-            f"{path}: the top level is {_kind(config)}, expected an object; {remedy}"
-        )
+        raise CheckpointError(f"{path}: the top level is {_kind(config)}, expected an object; {remedy}")
     model_type = config.get("model_type")
     if not isinstance(model_type, str):
         found = "is missing" if "model_type" not in config else f"is {_kind(model_type)}"

@@ -84,9 +84,7 @@ def read_header(path: Path) -> dict[str, TensorPlace]:
         "".join([*header, *metadata, *metadata.values()]).encode()
     except UnicodeEncodeError as error:  # half of a surrogate pair, written as an escape
         raise CheckpointError(f"{path}: broken Unicode in the header; {AGAIN}") from error
-    tensors = {
-        name: _check_entry(path, name, entry, 8 + length, size) for name, entry in header.items()
-    }
+    tensors = {name: _check_entry(path, name, entry, 8 + length, size) for name, entry in header.items()}
     ordered = sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].end))
     end = 8 + length
     expected = max([end, *(tensor.end for tensor in tensors.values())])
@@ -101,9 +99,7 @@ def read_header(path: Path) -> dict[str, TensorPlace]:
             raise CheckpointError(f"{path}: tensor {show(name)} {fault}; {AGAIN}")
         end = tensor.end
     if end != size:
-        raise CheckpointError(
-            f"{path}: expected {end} bytes from its header, found {size}; {AGAIN}"
-        )
+        raise CheckpointError(f"{path}: expected {end} bytes from its header, found {size}; {AGAIN}")
     return dict(ordered)
 
 

@@ -47,9 +47,7 @@ def load_params(path: str | Path, dtype: Any = None, *, progress: Progress | Non
             unused = [n for n in unused if n != "lm_head.weight"]
         if unused:
             more = f" and {len(unused) - 1} more" if len(unused) > 1 else ""
-            warnings.warn(
-                f"{folder}: tensor {unused[0]}{more} not used by this model", stacklevel=2
-            )
+            warnings.warn(f"{folder}: tensor {unused[0]}{more} not used by this model", stacklevel=2)
         weights_dtype = _weights_dtype(files, by_name[sources["embed.weight"].names[0]], dtype)
         specs = flatten(spec(hparams))
         total = sum(s.size for s in specs.values())
@@ -65,9 +63,7 @@ def load_params(path: str | Path, dtype: Any = None, *, progress: Progress | Non
     return Params(unflatten(found), hparams)
 
 
-def save_params(
-    params: Params, folder: str | Path, config: dict[str, Any], dtype: Any = None
-) -> None:
+def save_params(params: Params, folder: str | Path, config: dict[str, Any], dtype: Any = None) -> None:
     """Write config.json and model.safetensors (each whole or not at all); `dtype` of every tensor.
 
     `config` must describe the parameters: it is read back and compared with their hparams.
@@ -98,9 +94,7 @@ def _canonical_names(files: TensorFiles, renamed: tuple[tuple[str, str], ...]) -
     return found
 
 
-def _resolved(
-    sources: dict[str, Source], by_name: dict[str, str], files: TensorFiles
-) -> dict[str, Source]:
+def _resolved(sources: dict[str, Source], by_name: dict[str, str], files: TensorFiles) -> dict[str, Source]:
     for source in sources.values():
         for name in source.names:
             if name not in by_name:
@@ -135,9 +129,7 @@ def _weights_dtype(files: TensorFiles, embedding: str, dtype: Any) -> jnp.dtype:
 def _read(files: TensorFiles, source: Source, tensor: TensorSpec, dtype: jnp.dtype) -> Array:
     dtype = jnp.dtype(jnp.float32) if tensor.float32 else dtype
     if math.prod(source.shape) * len(source.names) != tensor.size:
-        raise CheckpointError(
-            f"tensor {source.names[0]}: {source.shape} does not make {tensor.shape}"
-        )
+        raise CheckpointError(f"tensor {source.names[0]}: {source.shape} does not make {tensor.shape}")
     if len(source.names) == 1:
         stored = files.read(source.names[0])
     else:

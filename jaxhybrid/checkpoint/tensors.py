@@ -170,14 +170,11 @@ def find_files(folder: Path) -> tuple[list[Path], dict[str, Path]]:
     if not weights:
         pickled = any(name.startswith("pytorch_model") and ".bin" in name for name in names)
         remedy = (
-            "convert pytorch_model.bin to safetensors (load it with transformers, then "
-            "save_pretrained)"
+            "convert pytorch_model.bin to safetensors (load it with transformers, then save_pretrained)"
             if pickled
             else "give a folder with the model's .safetensors files"
         )
-        raise CheckpointError(
-            f"{folder}: no .safetensors files (the folder holds {holds(folder)}); {remedy}"
-        )
+        raise CheckpointError(f"{folder}: no .safetensors files (the folder holds {holds(folder)}); {remedy}")
     parts = [re.fullmatch(r"(.+)-(\d+)-of-(\d+)\.safetensors", name) for name in weights]
     stems = {part and (part[1], part[3]) for part in parts}
     if len(weights) > 1 and (len(stems) > 1 or None in stems):
@@ -211,7 +208,6 @@ def _read_index(path: Path, present: set[str]) -> dict[str, str]:
             )
         if shard not in present:
             raise CheckpointError(
-                f"{path}: shard {show(shard)} (of tensor {show(name)}) is not in the folder; "
-                "download it"
+                f"{path}: shard {show(shard)} (of tensor {show(name)}) is not in the folder; download it"
             )
     return weight_map

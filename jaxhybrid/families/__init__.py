@@ -42,9 +42,7 @@ def family(model_type: str) -> Family:
         return FAMILIES[model_type]
     except KeyError:
         known = ", ".join(sorted(FAMILIES))
-        raise HparamsError(
-            f"model_type: {model_type!r} is not supported; known are {known}"
-        ) from None
+        raise HparamsError(f"model_type: {model_type!r} is not supported; known are {known}") from None
 
 
 def hparams_from_config(config: dict[str, Any]) -> Hparams:

@@ -114,15 +114,11 @@ def tensors(hp: Hparams) -> dict[str, Source]:
         found |= {
             f"{ours}.norm": one(f"{theirs}.input_layernorm.weight", d),
             f"{ours}.mlp_norm": one(f"{theirs}.post_attention_layernorm.weight", d),
-            f"{ours}.mlp.gate_up": one(
-                f"{theirs}.shared_mlp.input_linear.weight", 2 * layer.mlp.d_ff, d
-            ),
+            f"{ours}.mlp.gate_up": one(f"{theirs}.shared_mlp.input_linear.weight", 2 * layer.mlp.d_ff, d),
             f"{ours}.mlp.down": one(f"{theirs}.shared_mlp.output_linear.weight", d, layer.mlp.d_ff),
         }
         if layer.attention is not None:
-            found |= attention_tensors(
-                f"{ours}.attention", f"{theirs}.self_attn", layer.attention, d
-            )
+            found |= attention_tensors(f"{ours}.attention", f"{theirs}.self_attn", layer.attention, d)
         if layer.recurrent is not None:
             found |= mixer_tensors(f"{ours}.mamba2", f"{theirs}.mamba", layer.recurrent, d)
         if layer.moe is not None:

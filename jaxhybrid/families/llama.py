@@ -60,9 +60,7 @@ def tensors(hp: Hparams) -> dict[str, Source]:
     return found
 
 
-def attention_tensors(
-    ours: str, theirs: str, hp: AttentionHparams | None, d: int
-) -> dict[str, Source]:
+def attention_tensors(ours: str, theirs: str, hp: AttentionHparams | None, d: int) -> dict[str, Source]:
     """q_proj, k_proj, v_proj and o_proj, with their biases where there are any."""
     assert hp is not None
     q, kv = hp.n_heads * hp.head_dim, hp.n_kv_heads * hp.head_dim
@@ -86,9 +84,7 @@ def attention_tensors(
 def mlp_tensors(ours: str, theirs: str, hp: MlpHparams, d: int) -> dict[str, Source]:
     """gate_proj, up_proj and down_proj, with their biases where there are any."""
     found = {
-        f"{ours}.gate_up": Source(
-            (f"{theirs}.gate_proj.weight", f"{theirs}.up_proj.weight"), (hp.d_ff, d)
-        ),
+        f"{ours}.gate_up": Source((f"{theirs}.gate_proj.weight", f"{theirs}.up_proj.weight"), (hp.d_ff, d)),
         f"{ours}.down": one(f"{theirs}.down_proj.weight", d, hp.d_ff),
     }
     if hp.bias:

@@ -97,6 +97,4 @@ class Fields:
 
 def checked_heads(n_heads: int, n_kv_heads: int) -> None:
     if n_heads % n_kv_heads:
-        raise HparamsError(
-            f"num_key_value_heads: {n_kv_heads} does not divide num_attention_heads={n_heads}"
-        )
+        raise HparamsError(f"num_key_value_heads: {n_kv_heads} does not divide num_attention_heads={n_heads}")

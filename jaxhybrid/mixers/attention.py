@@ -2,43 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Protocol, TypeVar
-
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jax import Array
 
 from jaxhybrid.hparams import AttentionHparams
+from jaxhybrid.mixers.memory import KeyValues
 from jaxhybrid.ops.linear import linear, precision_of
 from jaxhybrid.ops.rope import rotate
 from jaxhybrid.params import Tree, matrix, vector
-
-Memory = TypeVar("Memory", bound="KeyValueMemory")
-
-
-class KeyValueMemory(Protocol):
-    """What an attention layer needs of its memory; a cache provides one, `Causal` is one without."""
-
-    def extend(self: Memory, keys: Array, values: Array) -> tuple[Array, Array, Array, Memory]:
-        """Remember keys and values [B, T, KV heads, head size] of the new tokens.
-
-        Returns everything the queries may look at: keys and values [R, KV heads, S, head size] with R
-        either B or 1 (shared by all rows), a boolean mask [B, T, S], and the memory after the tokens.
-        """
-        ...
-
-
-class Causal(struct.PyTreeNode):
-    """No memory: the tokens at hand attend to themselves. positions and valid: [B, T]."""
-
-    valid: Array
-
-    def extend(self, keys: Array, values: Array) -> tuple[Array, Array, Array, Causal]:
-        n_tokens = keys.shape[1]
-        causal = jnp.tril(jnp.ones((n_tokens, n_tokens), bool))
-        mask = causal & self.valid[:, None, :]
-        return keys.swapaxes(1, 2), values.swapaxes(1, 2), mask, self
 
 
 def spec(hp: AttentionHparams, d_model: int) -> Tree:
@@ -60,8 +32,8 @@ def spec(hp: AttentionHparams, d_model: int) -> Tree:
 
 
 def apply(
-    p: Tree, x: Array, memory: Memory, positions: Array, hp: AttentionHparams
-) -> tuple[Array, Memory]:
+    p: Tree, x: Array, memory: KeyValues, positions: Array, hp: AttentionHparams
+) -> tuple[Array, KeyValues]:
     """x [B, T, D] at positions [B, T] to ([B, T, D], memory after the tokens)."""
     rows, n_tokens = x.shape[:2]
 
@@ -87,15 +59,15 @@ def attend(q: Array, keys: Array, values: Array, mask: Array, scale: float) -> A
     shared, n_kv = keys.shape[0] == 1 and rows > 1, keys.shape[1]
     q = q.reshape(rows, n_tokens, n_kv, n_heads // n_kv, size)
     options = {"precision": precision_of(q.dtype), "preferred_element_type": jnp.float32}
-    if shared:
-        scores = jnp.einsum("bthgd,hsd->bhgts", q, keys[0], **options)
+    cells = "hsd" if shared else "bhsd"
+    k, v = (keys[0], values[0]) if shared else (keys, values)
+    if n_tokens == 1:
+        # keys on the left are read as they lie; on the right XLA's CPU compiler transposes all of them
+        scores = jnp.einsum(f"{cells},bthgd->bhsgt", k, q, **options).transpose(0, 1, 3, 4, 2)
     else:
-        scores = jnp.einsum("bthgd,bhsd->bhgts", q, keys, **options)
+        scores = jnp.einsum(f"bthgd,{cells}->bhgts", q, k, **options)
     # select, never add: what lies in an unused cell must not matter, not even NaN
     scores = jnp.where(mask[:, None, None], scores * scale, -1e30)
     weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
-    if shared:
-        y = jnp.einsum("bhgts,hsd->bthgd", weights, values[0], **options)
-    else:
-        y = jnp.einsum("bhgts,bhsd->bthgd", weights, values, **options)
+    y = jnp.einsum(f"bhgts,{cells}->bthgd", weights, v, **options)
     return y.astype(q.dtype).reshape(rows, n_tokens, n_heads, size)

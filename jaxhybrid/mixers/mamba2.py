@@ -15,13 +15,14 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jaxhybrid.hparams import Mamba2Hparams
+from jaxhybrid.mixers.memory import States
 from jaxhybrid.ops.causal_conv import causal_conv
 from jaxhybrid.ops.linear import linear
 from jaxhybrid.ops.norms import grouped_rms_norm
 from jaxhybrid.params import TensorSpec, Tree, matrix, vector
 
-State = dict[str, Array]
 _HIGHEST = lax.Precision.HIGHEST
+_NO_TRACE = -110.0  # exp of it is 0 in float32
 
 
 class Inputs(NamedTuple):
@@ -34,13 +35,14 @@ class Inputs(NamedTuple):
     log_a: Array  # [B, T, H], at most 0
 
 
+Form = Callable[[Inputs, Array, Mamba2Hparams], tuple[Array, Array]]
+
+
 def spec(hp: Mamba2Hparams, d_model: int) -> Tree:
     inner, channels = hp.d_inner, hp.conv_channels
     tree: Tree = {
         "in_proj": matrix(inner + channels + hp.n_heads, d_model, "mamba_inner", "embed"),
-        "conv": TensorSpec(
-            (channels, hp.conv_kernel), ("mamba_inner", None), fan_in=hp.conv_kernel
-        ),
+        "conv": TensorSpec((channels, hp.conv_kernel), ("mamba_inner", None), fan_in=hp.conv_kernel),
         "a_log": vector(hp.n_heads, "mamba_heads", "a_log"),
         "dt_bias": vector(hp.n_heads, "mamba_heads", "dt_bias"),
         "d": vector(hp.n_heads, "mamba_heads", "ones"),
@@ -58,21 +60,25 @@ def spec(hp: Mamba2Hparams, d_model: int) -> Tree:
 def apply(
     p: Tree,
     x: Array,
-    state: State,
+    memory: States,
     lengths: Array,
     hp: Mamba2Hparams,
-    form: Callable[..., tuple[Array, Array]] | None = None,
-) -> tuple[Array, State]:
-    """x [B, T, D], real tokens lengths [B] first in each row, to (y [B, T, D], state after them).
+    form: Form | None = None,
+) -> tuple[Array, States]:
+    """x [B, T, D], real tokens lengths [B] first in each row, to (y [B, T, D], memory after them).
 
-    state: {"conv": [B, K-1, C], "ssm": [B, H, P, N]}. `form` is one of sequential, chunked,
+    memory: states "conv" [., K-1, C] and "ssm" [., H, P, N]. `form` is one of sequential, chunked,
     one_token; by default one_token for T = 1, else chunked. All three agree to float32 rounding.
     """
     rows, n_tokens = x.shape[:2]
     inner, channels, groups = hp.d_inner, hp.conv_channels, hp.n_groups * hp.state_size
     projected = linear(x, p["in_proj"], p.get("in_bias"))
     z, xbc, dt = jnp.split(projected, [inner, inner + channels], axis=-1)
-    xbc, conv = causal_conv(xbc, state["conv"], lengths, p["conv"], p.get("conv_bias"))
+
+    def convolve(history: Array, new: tuple[Array, Array]) -> tuple[Array, Array]:
+        return causal_conv(new[0], history, new[1], p["conv"], p.get("conv_bias"))
+
+    xbc, memory = memory.advance("conv", convolve, (xbc, lengths))
     xbc = jax.nn.silu(xbc.astype(jnp.float32))
     u, b, c = jnp.split(xbc, [inner, inner + groups], axis=-1)
     dt = jax.nn.softplus(dt.astype(jnp.float32) + p["dt_bias"].astype(jnp.float32))
@@ -87,14 +93,12 @@ def apply(
         dt=dt,
         log_a=-jnp.exp(p["a_log"].astype(jnp.float32)) * dt,
     )
-    if form is None:
-        form = one_token if n_tokens == 1 else chunked
-    y, ssm = form(inputs, state["ssm"].astype(jnp.float32), hp)
+    chosen = form or (one_token if n_tokens == 1 else chunked)
+    y, memory = memory.advance("ssm", lambda ssm, new: chosen(new, ssm.astype(jnp.float32), hp), inputs)
     y = y + p["d"].astype(jnp.float32)[:, None] * inputs.x
     y = y.reshape(rows, n_tokens, inner) * jax.nn.silu(z.astype(jnp.float32))
     y = grouped_rms_norm(y, p["norm"], hp.n_groups, hp.norm_eps).astype(x.dtype)
-    new_state = {"conv": conv, "ssm": ssm.astype(state["ssm"].dtype)}
-    return linear(y, p["out"], p.get("out_bias")), new_state
+    return linear(y, p["out"], p.get("out_bias")), memory
 
 
 def sequential(inputs: Inputs, ssm: Array, hp: Mamba2Hparams) -> tuple[Array, Array]:
@@ -112,23 +116,25 @@ def sequential(inputs: Inputs, ssm: Array, hp: Mamba2Hparams) -> tuple[Array, Ar
 
 
 def one_token(inputs: Inputs, ssm: Array, hp: Mamba2Hparams) -> tuple[Array, Array]:
-    """T = 1. y = a (S C) + dt x (B . C) needs the old state only, so one pass over it serves both."""
-    rows = ssm.shape[0]
-    grouped = (rows, hp.n_groups, hp.n_heads // hp.n_groups)
-    s = ssm.reshape(*grouped, hp.head_dim, hp.state_size)
-    b, c = inputs.b[:, 0], inputs.c[:, 0]  # [B, G, N]
-    a = jnp.exp(inputs.log_a).reshape(*grouped, 1)
-    dx = (inputs.dt[..., None] * inputs.x).reshape(*grouped, hp.head_dim)
-    y = a * jnp.einsum("bgrpn,bgn->bgrp", s, c, precision=_HIGHEST)
-    y = y + dx * jnp.sum(b * c, axis=-1)[:, :, None, None]
-    s = a[..., None] * s + dx[..., None] * b[:, :, None, None]
-    return y.reshape(rows, 1, hp.n_heads, hp.head_dim), s.reshape(ssm.shape)
+    """T = 1: one elementwise pass over the state, then one batched product of the new state with C.
+
+    XLA does the pass in place as long as both readers of the new state take it in the shape it has.
+    """
+    rows, per_group = ssm.shape[0], hp.n_heads // hp.n_groups
+    b = jnp.repeat(inputs.b[:, 0], per_group, axis=1)  # [B, H, N]
+    dx = (inputs.dt[..., None] * inputs.x)[:, 0]  # [B, H, P]
+    s = jnp.exp(inputs.log_a)[:, 0, :, None, None] * ssm + dx[..., None] * b[:, :, None]
+    by_group = s.reshape(rows, hp.n_groups, per_group * hp.head_dim, hp.state_size)
+    y = jnp.einsum("bgmn,bgn->bgm", by_group, inputs.c[:, 0], precision=_HIGHEST)
+    return y.reshape(rows, 1, hp.n_heads, hp.head_dim), s
 
 
 def chunked(inputs: Inputs, ssm: Array, hp: Mamba2Hparams) -> tuple[Array, Array]:
     """Matrix products inside chunks of `hp.chunk` tokens, a scan over chunks (section 6 of the paper).
 
-    Decays inside a chunk are exp of differences of cumulative log decays, all at most 0.
+    A decay from s to t is exp of a difference of cumulative log decays. Rounding in long sums would drown
+    weak decays that follow strong ones, so the sums are kept in two parts: multiples of 1/64, which
+    float32 adds exactly, and the rest, which stays small.
     """
     rows, n_tokens = inputs.x.shape[:2]
     size = min(hp.chunk, n_tokens)
@@ -146,15 +152,19 @@ def chunked(inputs: Inputs, ssm: Array, hp: Mamba2Hparams) -> tuple[Array, Array
 
     def chunk(s: Array, now: Inputs) -> tuple[Array, Array]:  # s: [B, G, R, P, N]
         u = (now.dt[..., None] * now.x).reshape(rows, size, hp.n_groups, per_group, hp.head_dim)
-        total = jnp.cumsum(now.log_a, axis=1).reshape(rows, size, hp.n_groups, per_group)
-        total = total.transpose(0, 2, 3, 1)  # [B, G, R, size]
-        between = jnp.where(causal, total[..., :, None] - total[..., None, :], -jnp.inf)
+        log_a = jnp.maximum(now.log_a, _NO_TRACE)
+        coarse = lax.stop_gradient(jnp.round(log_a * 64) / 64)
+        parts = jnp.cumsum(jnp.stack([coarse, log_a - coarse]), axis=2)
+        parts = parts.reshape(2, rows, size, hp.n_groups, per_group).transpose(0, 1, 3, 4, 2)
+        total = parts[0] + parts[1]  # [B, G, R, size]
+        apart = parts[..., :, None] - parts[..., None, :]
+        between = jnp.where(causal, apart[0] + apart[1], -jnp.inf)
         scores = jnp.einsum("btgn,bsgn->bgts", now.c, now.b, precision=_HIGHEST)
         weights = scores[:, :, None] * jnp.exp(between)  # [B, G, R, t, s]
         y = jnp.einsum("bgrts,bsgrp->btgrp", weights, u, precision=_HIGHEST)
         carried = jnp.einsum("btgn,bgrpn->btgrp", now.c, s, precision=_HIGHEST)
         y = y + jnp.exp(total).transpose(0, 3, 1, 2)[..., None] * carried
-        to_end = jnp.exp(total[..., -1:] - total).transpose(0, 3, 1, 2)[..., None]
+        to_end = jnp.exp(jnp.sum(parts[..., -1:] - parts, axis=0)).transpose(0, 3, 1, 2)[..., None]
         added = jnp.einsum("bsgrp,bsgn->bgrpn", to_end * u, now.b, precision=_HIGHEST)
         s = jnp.exp(total[..., -1])[..., None, None] * s + added
         return s, y.reshape(rows, size, hp.n_heads, hp.head_dim)

@@ -11,9 +11,7 @@ def precision_of(dtype: jnp.dtype) -> lax.Precision:
     return lax.Precision.HIGHEST if dtype == jnp.float32 else lax.Precision.DEFAULT
 
 
-def linear(
-    x: Array, weight: Array, bias: Array | None = None, dtype: jnp.dtype | None = None
-) -> Array:
+def linear(x: Array, weight: Array, bias: Array | None = None, dtype: jnp.dtype | None = None) -> Array:
     """x [..., in] times weight [out, in] plus bias [out], accumulated in float32.
 
     Returns [..., out] in `dtype`, by default that of x.

@@ -36,9 +36,7 @@ def moe_spec(hp: MoeHparams, d_model: int) -> Tree:
     experts, ffn = hp.n_experts, hp.d_ff
     return {
         "router": matrix(experts, d_model, None, "embed"),
-        "gate_up": TensorSpec(
-            (experts, 2, ffn, d_model), ("experts", None, "ffn", "embed"), fan_in=d_model
-        ),
+        "gate_up": TensorSpec((experts, 2, ffn, d_model), ("experts", None, "ffn", "embed"), fan_in=d_model),
         "down": TensorSpec((experts, d_model, ffn), ("experts", "embed", "ffn"), fan_in=ffn),
     }
 
