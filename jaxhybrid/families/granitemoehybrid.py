@@ -26,7 +26,7 @@ def hparams(config: dict[str, Any]) -> Hparams:
         layer_types=c.get("layer_types", c.get("layers_block_type")),
         attention_layer_indices=c.get("attention_layer_indices"),
     )
-    activation, eps = c.text("hidden_act", "silu"), c.number("rms_norm_eps", 1e-6)
+    activation, eps = c.activation(bool(recurrent_layers)), c.number("rms_norm_eps", 1e-6)
     n_experts = c.integer("num_local_experts", 0, least=0)
     return Hparams(
         family="granitemoehybrid",

@@ -31,9 +31,7 @@ def hparams(config: dict[str, Any]) -> Hparams:
             bias=bias,
             out_bias=bias,
         ),
-        mlp=MlpHparams(
-            c.integer("intermediate_size"), c.text("hidden_act", "silu"), c.flag("mlp_bias", False)
-        ),
+        mlp=MlpHparams(c.integer("intermediate_size"), c.activation(), c.flag("mlp_bias", False)),
         norm_eps=c.number("rms_norm_eps", 1e-6),
         tie_embeddings=c.flag("tie_word_embeddings", False),
         context_length=c.integer("max_position_embeddings", 2048),

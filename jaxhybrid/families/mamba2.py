@@ -18,8 +18,7 @@ def hparams(config: dict[str, Any]) -> Hparams:
             f"num_heads: {heads} heads of head_dim={head_dim} do not make expand * hidden_size = "
             f"{c.integer('expand', 2) * d_model}"
         )
-    if c.text("hidden_act", "silu") not in ("silu", "swish"):
-        raise HparamsError(f"hidden_act: {c.get('hidden_act')!r} is not supported by Mamba-2, only silu")
+    c.activation(recurrent=True)
     dt_min, dt_max = c.pair("time_step_limit", (0.0, float("inf")))
     return Hparams(
         family="mamba2",

@@ -9,6 +9,7 @@ from typing import Any
 
 from jaxhybrid.errors import HparamsError
 from jaxhybrid.hparams import RopeHparams
+from jaxhybrid.ops.activations import activation
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,14 @@ class Fields:
         if not isinstance(value, str):
             raise HparamsError(f"{name}: {value!r} must be a string")
         return value
+
+    def activation(self, recurrent: bool = False) -> str:
+        """`hidden_act`, one that the MLPs know; recurrent mixers know silu only."""
+        name = self.text("hidden_act", "silu")
+        activation(name)
+        if recurrent and name not in ("silu", "swish"):
+            raise HparamsError(f"hidden_act: {name!r} is not supported by Mamba-2, only silu")
+        return name
 
     def pair(self, name: str, default: tuple[float, float]) -> tuple[float, float]:
         value = self._value(name, default)
