@@ -11,7 +11,7 @@ Each folder gets config.json, model.safetensors and ref.npz:
 
 Weights come from fixed seeds; no norm, bias, decay or skip is left at its trivial value. A seed is
 passed over when an expert or a greedy token is chosen by a margin that rounding could bridge, or
-when the continuation only repeats itself. A model is refused when one of its tensors does not
+when the continuation only repeats itself. `embedded` is the model inside the package. A model is refused when one of its tensors does not
 matter to the logits, or when `generate` disagrees with the full forward.
 """
 
@@ -99,6 +99,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+
+
+EMBEDDED_TEXT = "And the king spake unto Moses — “naïve” 日本 😀, saying"
 
 
 @torch.no_grad()
@@ -226,18 +229,43 @@ def make(name: str, folder: Path) -> None:
     )
 
 
+@torch.no_grad()
+def embedded(path: Path) -> None:
+    """What transformers makes of the model inside the package: token ids, logits, greedy text."""
+    folder = Path(__file__).resolve().parent.parent / "jaxhybrid" / "models" / "tiny"
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    ids = tokenizer(EMBEDDED_TEXT, return_tensors="pt")["input_ids"]
+    messages = [{"role": "user", "content": "Hello"}]
+    chat = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    greedy = model.generate(ids, max_new_tokens=24, do_sample=False)[0, ids.shape[1] :]
+    np.savez_compressed(
+        path,
+        text=EMBEDDED_TEXT,
+        input_ids=ids[0].numpy(),
+        last_logits=model(ids).logits[0, -4:].numpy(),
+        greedy=greedy.numpy(),
+        chat_ids=np.asarray(chat),
+    )
+    print(f"embedded: {path.stat().st_size / 1024:.0f} KiB")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Write the reference models of tests/golden.")
     golden = Path(__file__).resolve().parent.parent / "tests" / "golden"
     parser.add_argument("--out", type=Path, default=golden, help="folder to write into")
-    parser.add_argument("names", nargs="*", metavar="name", help=f"of {', '.join(MODELS)}; all")
+    known = [*MODELS, "embedded"]
+    parser.add_argument("names", nargs="*", metavar="name", help=f"of {', '.join(known)}; all")
     options = parser.parse_args()
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
-    for name in options.names or MODELS:
-        if name not in MODELS:
-            parser.error(f"unknown name {name!r}; known are {', '.join(MODELS)}")
-        make(name, options.out / name)
+    for name in options.names or known:
+        if name not in known:
+            parser.error(f"unknown name {name!r}; known are {', '.join(known)}")
+        if name == "embedded":
+            embedded(options.out / "embedded.npz")
+        else:
+            make(name, options.out / name)
 
 
 if __name__ == "__main__":

@@ -65,7 +65,10 @@ def atomic_path(path: Path) -> Iterator[Path]:
     path = Path(path)
     temporary = path.parent / f".{secrets.token_hex(8)}.tmp"
     try:
+        temporary.touch()
+        mode = temporary.stat().st_mode
         yield temporary
+        os.chmod(temporary, mode)  # a library may have made it private
         # Opened for writing, since some systems refuse fsync on a read-only descriptor.
         with open(temporary, "r+b") as file:
             os.fsync(file.fileno())
