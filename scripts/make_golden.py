@@ -11,8 +11,9 @@ Each folder gets config.json, model.safetensors and ref.npz:
 
 Weights come from fixed seeds; no norm, bias, decay or skip is left at its trivial value. A seed is
 passed over when an expert or a greedy token is chosen by a margin that rounding could bridge, or
-when the continuation only repeats itself. `embedded` is the model inside the package. A model is refused when one of its tensors does not
-matter to the logits, or when `generate` disagrees with the full forward.
+when the continuation only repeats itself. A model is refused when one of its tensors does not
+matter to the logits, or when `generate` disagrees with the full forward. `embedded` writes
+embedded.npz, the answers for the model inside the package.
 """
 
 from __future__ import annotations
