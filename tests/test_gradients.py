@@ -23,12 +23,12 @@ PADDING = tiny.VOCAB - 1
 """The token that padding is made of, and nothing else."""
 
 
-def params_of(kind: str) -> jh.Params:
+def params_of(kind: str, top_k: int = 2) -> jh.Params:
     """The tiny models with a head of their own, so that the embedding sees nothing but its tokens."""
     made = tiny.params("hybrid" if kind == "experts" else kind)
     hp = dataclasses.replace(made.hparams, tie_embeddings=False)
     if kind == "experts":
-        hp = dataclasses.replace(hp, moe=MoeHparams(n_experts=4, top_k=2, d_ff=6))
+        hp = dataclasses.replace(hp, moe=MoeHparams(n_experts=4, top_k=top_k, d_ff=6))
         made = jh.init_params(hp, jax.random.key(3))
         return jh.Params(made.tensors, hp)
     head = 0.3 * jax.random.normal(jax.random.key(2), (tiny.VOCAB, tiny.D_MODEL))
@@ -101,7 +101,8 @@ def test_gradients_agree_with_finite_differences(kind, through):
     into an error of 2e-7 / h, and the stencil of fourth order leaves one of h^4: at h = 0.02 (of
     directions of length 1) both lie near 1e-5.
     """
-    params, tokens = params_of(kind), some_tokens()
+    # which experts are chosen jumps along the way, so all are; their weights still move
+    params, tokens = params_of(kind, top_k=4), some_tokens()
     loss, gradient = jitted[through](params, tokens)
     assert 2 < loss < 8
     leaves, tree = jax.tree.flatten(params)
@@ -177,7 +178,7 @@ def three_steps(params: jh.Params, caches: jh.Cache, ubatches: jh.Ubatch, togeth
     """`step` over the leading axis of caches and ubatches, by vmap or in a loop."""
     if together:
         return jax.vmap(jh.step, in_axes=(None, 0, 0))(params, caches, ubatches)
-    parts = [jh.step(params, *jax.tree.map(lambda a: a[i], (caches, ubatches))) for i in range(3)]
+    parts = [jh.step(params, *jax.tree.map(lambda a, i=i: a[i], (caches, ubatches))) for i in range(3)]
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *parts)
 
 

@@ -33,7 +33,9 @@ def byte_fallback() -> Tokenizer:
     """As SentencePiece writes them: a space is \u2581, unknown characters are raw bytes."""
     words = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256))]
     words += ["\u2581", "a", "b", "\u2581a", "\u00ef", "\u65e5", "\u2581b", "!", BROKEN]
-    backend = Backend(models.BPE({w: i for i, w in enumerate(words)}, [], byte_fallback=True, unk_token="<unk>"))
+    backend = Backend(
+        models.BPE({w: i for i, w in enumerate(words)}, [], byte_fallback=True, unk_token="<unk>")
+    )
     backend.decoder = decoders.Sequence(
         [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )

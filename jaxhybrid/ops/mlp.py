@@ -9,6 +9,7 @@ from jax import Array, lax
 from jaxhybrid.hparams import MlpHparams, MoeHparams
 from jaxhybrid.ops.activations import activation
 from jaxhybrid.ops.linear import linear, precision_of
+from jaxhybrid.ops.ragged import ragged_linear
 from jaxhybrid.params import TensorSpec, Tree, matrix, vector
 
 
@@ -70,24 +71,8 @@ def _sorted_experts(p: Tree, tokens: Array, experts: Array, hp: MoeHparams) -> A
     """Many tokens: sort the pairs by expert, one ragged product each way. float32 [tokens, top_k, D]."""
     order = jnp.argsort(experts.reshape(-1), stable=True)
     sizes = jnp.bincount(experts.reshape(-1), length=hp.n_experts).astype(jnp.int32)
-    contract_in = lax.RaggedDotDimensionNumbers(
-        dot_dimension_numbers=(((1,), (2,)), ((), ())),
-        lhs_ragged_dimensions=[0],
-        rhs_group_dimensions=[0],
-    )
-
-    def product(rows: Array, weight: Array) -> Array:  # rows [pairs, in], weight [E, out, in]
-        return lax.ragged_dot_general(
-            rows,
-            weight,
-            sizes,
-            contract_in,
-            precision=precision_of(rows.dtype),
-            preferred_element_type=jnp.float32,
-        )
-
     rows = tokens[order // hp.top_k]
-    both = product(rows, p["gate_up"].reshape(hp.n_experts, 2 * hp.d_ff, -1))
+    both = ragged_linear(rows, p["gate_up"].reshape(hp.n_experts, 2 * hp.d_ff, -1), sizes)
     hidden = activation(hp.activation)(both[:, : hp.d_ff]) * both[:, hp.d_ff :]
-    y = product(hidden.astype(tokens.dtype), p["down"])
+    y = ragged_linear(hidden.astype(tokens.dtype), p["down"], sizes)
     return jnp.zeros_like(y).at[order].set(y).reshape(*experts.shape, -1)
