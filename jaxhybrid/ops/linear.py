@@ -6,6 +6,10 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 
+_FEW_ROWS = 64
+"""Up to this many rows XLA's CPU compiler streams a weight at twice the speed when it stands on the left."""
+
+
 def precision_of(dtype: jnp.dtype) -> lax.Precision:
     """float32 means float32 on every platform: TPUs would otherwise multiply in bfloat16."""
     return lax.Precision.HIGHEST if dtype == jnp.float32 else lax.Precision.DEFAULT
@@ -16,13 +20,17 @@ def linear(x: Array, weight: Array, bias: Array | None = None, dtype: jnp.dtype 
 
     Returns [..., out] in `dtype`, by default that of x.
     """
+    rows = x.reshape(-1, x.shape[-1])
+    few = 1 < len(rows) <= _FEW_ROWS
+    left, right = (weight.astype(x.dtype), rows) if few else (rows, weight.astype(x.dtype))
     y = lax.dot_general(
-        x,
-        weight.astype(x.dtype),
-        (((x.ndim - 1,), (1,)), ((), ())),
+        left,
+        right,
+        (((1,), (1,)), ((), ())),
         precision=precision_of(x.dtype),
         preferred_element_type=jnp.float32,
     )
+    y = (y.T if few else y).reshape(*x.shape[:-1], len(weight))
     if bias is not None:
         y = y + bias.astype(jnp.float32)
     return y.astype(dtype or x.dtype)
