@@ -222,8 +222,10 @@ def test_a_reader_that_goes_away_is_no_error(folder):
     assert process.stdout is not None and process.stderr is not None
     process.stdout.read(1)
     process.stdout.close()
-    err = process.stderr.read()
-    assert process.wait(timeout=120) == 0 and err == b""
+    err = process.stderr.read().splitlines()
+    # jaxlib 0.10.0 logs a line for every program that it takes from its own cache
+    err = [line for line in err if b"cpu_aot_loader.cc" not in line]
+    assert process.wait(timeout=120) == 0 and err == []
 
 
 def test_a_conversation_on_a_terminal(folder):
