@@ -5,7 +5,6 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax import Array, lax
 
-
 _FEW_ROWS = 64
 """Up to this many rows XLA's CPU compiler streams a weight at twice the speed when it stands on the left."""
 
