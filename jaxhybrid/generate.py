@@ -12,6 +12,7 @@ import sys
 import types
 import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -107,7 +108,7 @@ def _run(args: argparse.Namespace) -> int:
     wanted = [engine.encode_prompt(model, prompt, i) for i, prompt in enumerate(wanted)]
     pieces = engine.stream(model, wanted, **settings)
     results, interrupted = _print_pieces(pieces, prompts, [len(w) for w in wanted], args)
-    if not args.quiet and results:
+    if not args.quiet and any(result.tokens for result in results):
         print(report(model, results), file=sys.stderr)
     return INTERRUPTED if interrupted else 0
 
@@ -311,9 +312,17 @@ class _CallableModule(types.ModuleType):
 sys.modules[__name__].__class__ = _CallableModule
 
 
-def _exit() -> NoReturn:
-    sys.exit(main())
+def entry() -> NoReturn:
+    """Run the command as a process of its own."""
+    code = main()
+    if code == INTERRUPTED:
+        # XLA may be compiling in other threads, which do not survive an orderly end of the interpreter
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 if __name__ == "__main__":
-    _exit()
+    entry()

@@ -212,6 +212,22 @@ def test_ctrl_c_ends_cleanly_with_what_was_generated(folder):
     assert b"decode" in err
 
 
+def test_ctrl_c_before_the_first_token(folder, tmp_path):
+    """While XLA compiles, in threads that an orderly end of the interpreter would crash."""
+    code = "import sys, jaxhybrid.generate; print('ready', flush=True); "
+    code += "sys.modules['jaxhybrid.generate'].entry()"
+    words = [sys.executable, "-c", code, "--model", folder, "--prompt", "a", "--max-tokens", "99999"]
+    environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(tmp_path)}
+    process = subprocess.Popen(
+        words, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stdout is not None and process.stdout.readline() == b"ready\n"
+    time.sleep(1.5)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 130 and out.strip() == b"" and b"Traceback" not in err
+
+
 def test_a_reader_that_goes_away_is_no_error(folder):
     process = start(
         folder,
