@@ -276,7 +276,7 @@ def _report_error(error: Exception) -> int:
         print(f"error: {text}", file=sys.stderr)
     elif isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in text:
         print(
-            "error: not enough memory; try --dtype bfloat16, or a smaller --max-tokens, --ctx or --batch-size",
+            "error: not enough memory; try --dtype bfloat16, a smaller --max-tokens, --ctx or --batch-size",
             file=sys.stderr,
         )
     else:
