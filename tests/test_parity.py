@@ -114,6 +114,23 @@ def test_uneven_pieces_padded_rows_and_strangers(name, unified):
 
 
 @pytest.mark.parametrize("name", CORE)
+def test_left_padded_rows(name):
+    """As others batch prompts: what a mask leaves out never enters the batch."""
+    ref = reference(name)
+    padded = np.pad(ref["input_ids"][:, :20], ((0, 0), (5, 0)))
+    mask = np.ones(padded.shape, bool)
+    mask[0, :5], mask[1, :9] = False, False
+    padded[1] = np.roll(padded[1], 4)
+    rows, columns = np.nonzero(mask)
+    batch = jh.Batch(
+        padded[rows, columns].tolist(), seq_ids=[(int(r),) for r in rows], outputs=[True] * len(rows)
+    )
+    logits, _ = jh.decode(params(name), new_cache(name, 2), batch)
+    expected = np.concatenate([ref["logits"][0, :20], ref["logits"][1, :16]])
+    close(logits, expected)
+
+
+@pytest.mark.parametrize("name", CORE)
 def test_greedy_text_on_the_device(name, tmp_path):
     ref = reference(name)
     model = jh.Model(params(name), tmp_path, 0.0)  # token ids need no tokenizer
