@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 import types
 import warnings
@@ -223,7 +224,7 @@ def _print_pieces(
             shown += 1
 
     try:
-        for piece in pieces:
+        for piece in _until_interrupted(pieces):
             texts[piece.index].append(piece.text)
             said[piece.index] += piece.text
             tokens[piece.index].extend(piece.tokens)
@@ -239,6 +240,27 @@ def _print_pieces(
                 results[i] = Result(i, said[i], made, lengths[i], "interrupted", spent)
         show_json() if args.json else show_text()
     return [results[i] for i in sorted(results)], interrupted
+
+
+def _until_interrupted(pieces: Iterator[Piece]) -> Iterator[Piece]:
+    """The pieces; KeyboardInterrupt at Ctrl-C, at the latest after the next piece.
+
+    Where Python runs a callback of a library, it drops the exception that its own handler raises.
+    """
+    received: list[int] = []
+
+    def interrupt(number: int, _: object) -> None:
+        received.append(number)
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, interrupt)
+    try:
+        for piece in pieces:
+            yield piece
+            if received:
+                raise KeyboardInterrupt
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _as_json(result: Result, prompt: str) -> dict[str, Any]:
