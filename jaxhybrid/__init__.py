@@ -3,21 +3,31 @@
 from jaxhybrid.batch import Batch, Ubatch, make_ubatch
 from jaxhybrid.cache import (
     Cache,
+    Snapshot,
+    can_shift,
+    checkpoint,
     clear,
     create_cache,
     fork,
+    gather,
     is_lossy,
+    restorable_positions,
+    rewind,
+    roll_back,
+    seq_add,
     seq_cp,
+    seq_div,
     seq_keep,
     seq_pos_max,
     seq_pos_min,
     seq_rm,
     state_bytes,
+    try_rewind,
 )
 from jaxhybrid.checkpoint import load_params, save_params
 from jaxhybrid.driver import decode
 from jaxhybrid.engine import Model, Result, Settings, generate, load, stream
-from jaxhybrid.errors import BatchError, CacheFullError, CheckpointError, JaxHybridError
+from jaxhybrid.errors import BatchError, CacheFullError, CheckpointError, JaxHybridError, RefusedError
 from jaxhybrid.hparams import Hparams
 from jaxhybrid.model import forward, init_params, spec, step
 from jaxhybrid.params import Params
@@ -34,22 +44,32 @@ __all__ = [
     "JaxHybridError",
     "Model",
     "Params",
+    "RefusedError",
     "Result",
     "Settings",
+    "Snapshot",
     "Ubatch",
+    "can_shift",
+    "checkpoint",
     "clear",
     "create_cache",
     "decode",
     "fork",
     "forward",
+    "gather",
     "generate",
     "init_params",
     "is_lossy",
     "load",
     "load_params",
     "make_ubatch",
+    "restorable_positions",
+    "rewind",
+    "roll_back",
     "save_params",
+    "seq_add",
     "seq_cp",
+    "seq_div",
     "seq_keep",
     "seq_pos_max",
     "seq_pos_min",
@@ -58,4 +78,5 @@ __all__ = [
     "state_bytes",
     "step",
     "stream",
+    "try_rewind",
 ]

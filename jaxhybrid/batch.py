@@ -19,7 +19,9 @@ class Ubatch(struct.PyTreeNode):
 
     tokens: int32 [B, T]. lengths: int32 [B], 0 for a padding row. seq_ids: int32 [B]. starts: int32
     [B], position of each row's first token, -1 to continue its sequence. outputs: int32 [O], flat
-    indices row * T + column of the tokens whose logits are wanted, in any order.
+    indices row * T + column of the tokens whose logits are wanted, in any order. members: bool
+    [B, sequences], the sequences that a row's tokens belong to, when not seq_ids alone; they must have equal
+    histories, and that of seq_ids is used.
     n_kv (static): how many cells attention reads, at least all that are filled; None for all.
     aligned (static): row r is sequence r, for every sequence of the cache; nothing is gathered then.
     """
@@ -29,6 +31,7 @@ class Ubatch(struct.PyTreeNode):
     seq_ids: Array
     starts: Array
     outputs: Array
+    members: Array | None = None
     n_kv: int | None = struct.field(pytree_node=False, default=None)
     aligned: bool = struct.field(pytree_node=False, default=False)
 
@@ -40,6 +43,7 @@ def make_ubatch(
     starts: ArrayLike | None = None,
     outputs: ArrayLike | None = None,
     *,
+    members: ArrayLike | None = None,
     n_kv: int | None = None,
     aligned: bool = False,
 ) -> Ubatch:
@@ -56,6 +60,7 @@ def make_ubatch(
         seq_ids=row if seq_ids is None else jnp.asarray(seq_ids, jnp.int32),
         starts=jnp.full(rows, -1, jnp.int32) if starts is None else jnp.asarray(starts, jnp.int32),
         outputs=jnp.asarray(outputs, jnp.int32),
+        members=None if members is None else jnp.asarray(members, bool),
         n_kv=n_kv,
         aligned=aligned,
     )

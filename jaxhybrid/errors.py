@@ -25,5 +25,9 @@ class BatchError(JaxHybridError, ValueError):
     """A batch breaks a rule; there is one subclass per rule."""
 
 
+class RefusedError(JaxHybridError):
+    """An operation on a cache cannot be done exactly, or names what is not there; nothing was changed."""
+
+
 class CacheFullError(JaxHybridError):
     """A batch needs more cells or slots than a cache has free."""

@@ -30,7 +30,11 @@ class RopeHparams:
 
 @dataclass(frozen=True)
 class AttentionHparams:
-    """Grouped-query attention. `rope=None` is NoPE; `scale` multiplies the scores."""
+    """Grouped-query attention. `rope=None` is NoPE; `scale` multiplies the scores.
+
+    window: tokens a query sees, itself included (None: all). qk_norm_eps: of an RMS norm on every head of
+    q and k, None for none.
+    """
 
     n_heads: int
     n_kv_heads: int
@@ -39,6 +43,8 @@ class AttentionHparams:
     rope: RopeHparams | None = None
     bias: bool = False  # of q, k and v
     out_bias: bool = False
+    window: int | None = None
+    qk_norm_eps: float | None = None
 
     @property
     def cell_shape(self) -> tuple[int, int]:
@@ -106,6 +112,7 @@ class Layer:
     recurrent: Mamba2Hparams | None
     mlp: MlpHparams | None
     moe: MoeHparams | None
+    post_norms: bool = False  # what a mixer or MLP gives is normed before it joins the residual stream
 
 
 A = TypeVar("A")
@@ -131,7 +138,9 @@ class Hparams:
     recurrent: PerLayer[Mamba2Hparams] = None
     mlp: PerLayer[MlpHparams] = None
     moe: PerLayer[MoeHparams] = None
+    post_norms: bool = False
     norm_eps: float = 1e-5
+    norm_offset: float = 0.0  # added to the weights of norms: 1 where files store weight - 1
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
     logits_divisor: float = 1.0
@@ -159,6 +168,9 @@ class Hparams:
                 raise HparamsError(
                     f"{field}: missing for layer {missing[0]}, which {field}_layer_indices lists"
                 )
+        windows = {w for i in attention if (w := self.window_of(i)) is not None}
+        if len(windows) > 1 or any(w < 1 for w in windows):
+            raise HparamsError(f"window: layers have windows {sorted(windows)}, one of at least 1 is supported")
 
     @cached_property
     def layers(self) -> tuple[Layer, ...]:
@@ -169,6 +181,7 @@ class Hparams:
                 recurrent=_of_layer(self.recurrent, i) if self.is_recurrent_layer(i) else None,
                 mlp=_of_layer(self.mlp, i),
                 moe=_of_layer(self.moe, i),
+                post_norms=self.post_norms,
             )
             for i in range(self.n_layers)
         )
@@ -178,6 +191,25 @@ class Hparams:
 
     def is_recurrent_layer(self, i: int) -> bool:
         return i in (self.recurrent_layer_indices or ())
+
+    def is_windowed_layer(self, i: int) -> bool:
+        """An attention layer that sees the last tokens only."""
+        return self.is_attention_layer(i) and self.window_of(i) is not None
+
+    def window_of(self, i: int) -> int | None:
+        """Tokens that a query of attention layer `i` sees, None for all of them."""
+        attention = _of_layer(self.attention, i)
+        return None if attention is None else attention.window
+
+    def rope_of(self, i: int) -> RopeHparams | None:
+        """How attention layer `i` rotates, None where it does not."""
+        attention = _of_layer(self.attention, i)
+        return None if attention is None else attention.rope
+
+    @property
+    def window(self) -> int | None:
+        """The window of the layers that have one."""
+        return next((self.window_of(i) for i in self.attention_layer_indices if self.is_windowed_layer(i)), None)
 
     @property
     def is_recurrent(self) -> bool:

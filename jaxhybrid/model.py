@@ -41,24 +41,35 @@ def spec(hparams: Hparams) -> Tree:
     d_model, vocab = hparams.d_model, hparams.vocab_size
     tree: Tree = {
         "embed": {"weight": TensorSpec((vocab, d_model), ("vocab", "embed"), fan_in=d_model)},
-        "layers": {str(i): _layer_spec(layer, d_model) for i, layer in enumerate(hparams.layers)},
-        "norm": {"weight": vector(d_model, "embed", "ones")},
+        "layers": {
+            str(i): _layer_spec(layer, d_model, _norm_init(hparams)) for i, layer in enumerate(hparams.layers)
+        },
+        "norm": {"weight": vector(d_model, "embed", _norm_init(hparams))},
     }
     if not hparams.tie_embeddings:
         tree["head"] = {"weight": matrix(vocab, d_model, "vocab", "embed")}
     return tree
 
 
-def _layer_spec(layer: Layer, d_model: int) -> Tree:
+def _norm_init(hparams: Hparams) -> str:
+    """A norm begins as the identity."""
+    return "zeros" if hparams.norm_offset else "ones"
+
+
+def _layer_spec(layer: Layer, d_model: int, norm: str) -> Tree:
     tree: Tree = {}
     if layer.attention is not None or layer.recurrent is not None:
-        tree["norm"] = vector(d_model, "embed", "ones")
+        tree["norm"] = vector(d_model, "embed", norm)
+        if layer.post_norms:
+            tree["post_norm"] = vector(d_model, "embed", norm)
     if layer.attention is not None:
-        tree["attention"] = attention.spec(layer.attention, d_model)
+        tree["attention"] = attention.spec(layer.attention, d_model, norm)
     if layer.recurrent is not None:
         tree["mamba2"] = mamba2.spec(layer.recurrent, d_model)
     if layer.mlp is not None or layer.moe is not None:
-        tree["mlp_norm"] = vector(d_model, "embed", "ones")
+        tree["mlp_norm"] = vector(d_model, "embed", norm)
+        if layer.post_norms:
+            tree["mlp_post_norm"] = vector(d_model, "embed", norm)
     if layer.mlp is not None:
         tree["mlp"] = mlp_spec(layer.mlp, d_model)
     if layer.moe is not None:
@@ -78,7 +89,12 @@ class _Wiring(NamedTuple):
     """The hparams that a block needs, and nothing that differs between models of one shape."""
 
     norm_eps: float
+    norm_offset: float
     residual_multiplier: float
+
+    @staticmethod
+    def of(hp: Hparams) -> _Wiring:
+        return _Wiring(hp.norm_eps, hp.norm_offset, hp.residual_multiplier)
 
 
 @partial(jax.jit, static_argnames=("layer", "wiring"))
@@ -94,24 +110,35 @@ def _block(
 ) -> tuple[Array, tuple[Any, Any]]:
     """One layer: x [B, T, D] and its (cells, slots) to the same. Traced once per layer kind."""
     stored, state = memory
+
+    def normed(x: Array, name: str) -> Array:
+        return rms_norm(x, p[name], wiring.norm_eps, wiring.norm_offset)
+
+    def added(x: Array, parts: list[Array], post_norm: str) -> Array:
+        y = sum(parts[1:], parts[0])
+        y = normed(y, post_norm) if layer.post_norms else y
+        return x + wiring.residual_multiplier * y.astype(x.dtype)
+
     if layer.attention is not None or layer.recurrent is not None:
-        h = rms_norm(x, p["norm"], wiring.norm_eps).astype(_dtype(p))
+        h = normed(x, "norm").astype(_dtype(p))
         mixed = []
         if layer.attention is not None:
-            y, stored = attention.apply(p["attention"], h, stored, positions, layer.attention)
+            y, stored = attention.apply(
+                p["attention"], h, stored, positions, layer.attention, wiring.norm_offset
+            )
             mixed.append(y)
         if layer.recurrent is not None:
             y, state = mamba2.apply(p["mamba2"], h, state, lengths, layer.recurrent)
             mixed.append(y)
-        x = x + wiring.residual_multiplier * sum(mixed[1:], mixed[0]).astype(x.dtype)
+        x = added(x, mixed, "post_norm")
     if layer.mlp is not None or layer.moe is not None:
-        h = rms_norm(x, p["mlp_norm"], wiring.norm_eps).astype(_dtype(p))
+        h = normed(x, "mlp_norm").astype(_dtype(p))
         fed = []
         if layer.moe is not None:
             fed.append(moe(p["moe"], h, layer.moe))
         if layer.mlp is not None:
             fed.append(mlp(p["mlp"], h, layer.mlp))
-        x = x + wiring.residual_multiplier * sum(fed[1:], fed[0]).astype(x.dtype)
+        x = added(x, fed, "mlp_post_norm")
     return x, (stored, state)
 
 
@@ -126,10 +153,14 @@ def _embed(params: Params, tokens: Array) -> Array:
     return x.astype(jnp.float32) if hp.residual_in_float32 else x
 
 
-def _logits(params: Params, x: Array) -> Array:
-    """Final norm and head: x [..., D] to float32 [..., V]."""
+def _final_norm(params: Params, x: Array) -> Array:
     hp = params.hparams
-    x = rms_norm(x, params["norm"]["weight"], hp.norm_eps).astype(params.dtype)
+    return rms_norm(x, params["norm"]["weight"], hp.norm_eps, hp.norm_offset).astype(params.dtype)
+
+
+def _logits(params: Params, x: Array) -> Array:
+    """The head: normed x [..., D] to float32 [..., V]."""
+    hp = params.hparams
     weight = params["embed" if hp.tie_embeddings else "head"]["weight"]
     return linear(x, weight, dtype=jnp.dtype(jnp.float32)) / hp.logits_divisor
 
@@ -144,21 +175,44 @@ def step(params: Params, cache: Cache, ubatch: Ubatch) -> tuple[StepOutput, Cach
     at larger T prefill. When a row cannot be taken or there is no room, the cache is returned with
     nothing changed and `status` says so.
     """
+    hidden, status, cache = encode(params, cache, ubatch)
+    return StepOutput(logits=_logits(params, hidden), status=status), cache
+
+
+def encode(params: Params, cache: Cache, ubatch: Ubatch) -> tuple[Array, Array, Cache]:
+    """`step` up to the head: the hidden states [O, D] after the final norm, the status, and the cache."""
     hp = params.hparams
     n_tokens, seq_ids, lengths = ubatch.tokens.shape[1], ubatch.seq_ids, ubatch.lengths
     active = lengths > 0
     known = (seq_ids >= 0) & (seq_ids < cache.n_seq_max)
     safe_ids = jnp.clip(seq_ids, 0, cache.n_seq_max - 1)
-    end = hybrid.positions_max(cache)[safe_ids]
+    ends = hybrid.positions_max(cache)
+    end = ends[safe_ids]
     starts = jnp.where(ubatch.starts < 0, end + 1, ubatch.starts)
-    twice = jnp.sum((seq_ids[:, None] == seq_ids) & active, axis=1) > 1
-    bad = active & (~known | twice | ((end >= 0) & (starts != end + 1)) | (lengths > n_tokens))
+    bad = active & (~known | ((end >= 0) & (starts != end + 1)) | (lengths > n_tokens))
+    if ubatch.members is None:
+        members = None
+        twice = jnp.sum((seq_ids[:, None] == seq_ids) & active, axis=1) > 1
+    else:
+        members = ubatch.members | jax.nn.one_hot(safe_ids, cache.n_seq_max, dtype=bool)
+        rows_of = jnp.sum(members & active[:, None], axis=0)
+        twice = jnp.any(members & (rows_of > 1), axis=1)
+        bad = bad | active & jnp.any(members & (ends != end[:, None]), axis=1)
+    bad = bad | active & twice
     planned, plan = hybrid.plan(
-        cache, safe_ids, starts, lengths, n_tokens, ubatch.n_kv, ubatch.aligned, ~jnp.any(bad)
+        cache,
+        safe_ids,
+        members,
+        ubatch.tokens,
+        starts,
+        lengths,
+        ubatch.n_kv,
+        ubatch.aligned,
+        ~jnp.any(bad),
     )
 
     x = _embed(params, ubatch.tokens)
-    wiring = _Wiring(hp.norm_eps, hp.residual_multiplier)
+    wiring = _Wiring.of(hp)
     memories = []
     for i, layer in enumerate(hp.layers):
         memory = hybrid.memory_of(planned, i, plan)
@@ -171,7 +225,7 @@ def step(params: Params, cache: Cache, ubatch: Ubatch) -> tuple[StepOutput, Cach
     status = jnp.where(finite, OK, NON_FINITE)
     status = jnp.where(plan.ok, status, jnp.where(bad, BAD_ROW, NO_ROOM))
     wanted = x.reshape(-1, x.shape[-1])[jnp.clip(ubatch.outputs, 0, x.shape[0] * n_tokens - 1)]
-    return StepOutput(logits=_logits(params, wanted), status=status.astype(jnp.int32)), planned
+    return _final_norm(params, wanted), status.astype(jnp.int32), planned
 
 
 def forward(params: Params, tokens: Array, lengths: Array | None = None) -> Array:
@@ -184,14 +238,14 @@ def forward(params: Params, tokens: Array, lengths: Array | None = None) -> Arra
     if lengths is None:
         lengths = jnp.full(rows, n_tokens, jnp.int32)
     positions = jnp.broadcast_to(jnp.arange(n_tokens, dtype=jnp.int32), tokens.shape)
-    causal = Causal(valid=positions < lengths[:, None])
     x = _embed(params, tokens)
-    wiring = _Wiring(hp.norm_eps, hp.residual_multiplier)
+    wiring = _Wiring.of(hp)
     for i, layer in enumerate(hp.layers):
+        causal = Causal(valid=positions < lengths[:, None], window=hp.window_of(i))
         state = None
         if layer.recurrent is not None:
             shapes = layer.recurrent.state_shapes
             state = RowStates({n: jnp.zeros((rows, *s), jnp.float32) for n, s in shapes.items()})
         p = params["layers"][str(i)]
         x, _ = _block(p, x, (causal, state), positions, lengths, layer=layer, wiring=wiring)
-    return _logits(params, x)
+    return _logits(params, _final_norm(params, x))

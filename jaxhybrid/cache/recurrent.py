@@ -2,7 +2,7 @@
 
 A sequence without a state reads the zero slot, which is never written. Sequences may share a slot; a
 row that writes gets a slot of its own first (copy on write), or writes in place when it is the only
-owner.
+owner. With a rollback window a sequence holds several slots, one for each of its last states.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax import Array, lax
 
+from jaxhybrid.cache import digest
 from jaxhybrid.mixers.memory import Advance
 
 State = dict[str, Array]
@@ -24,12 +25,14 @@ class RecurrentCache(struct.PyTreeNode):
 
     slots, positions: int32 [sequences, remembered states], newest first: the slot that holds the
     sequence's state and the position of the last token that state has seen (-1, and the zero slot,
-    where there is none). Column 0 is the tail.
+    where there is none). Column 0 is the tail. digests: uint32 [sequences, remembered states, 2], of the
+    tokens that each state has seen.
     """
 
     states: tuple[State, ...]
     slots: Array
     positions: Array
+    digests: Array
     layers: tuple[int, ...] = struct.field(pytree_node=False)
 
     @property
@@ -40,16 +43,22 @@ class RecurrentCache(struct.PyTreeNode):
     def n_seq_max(self) -> int:
         return self.slots.shape[0]
 
+    @property
+    def n_remembered(self) -> int:
+        """States of one sequence: the tail, and those it can be rolled back to."""
+        return self.slots.shape[1]
+
 
 class SlotPlan(struct.PyTreeNode):
-    """Slots one ubatch reads and writes, int32 [B]; a target out of range is not written.
+    """Slots one ubatch reads, int32 [B], and writes; a target out of range is not written.
 
-    rows: int32 [slots + 1], the row that writes each slot, or out of range; None where states are
+    targets: int32 [B, n], for the states after the last token of each row, after the one before it, and
+    so on. rows: int32 [slots + 1], the row that writes each slot, or out of range; None where states are
     gathered for the rows instead.
     """
 
     source: Array
-    target: Array
+    targets: Array
     rows: Array | None
 
 
@@ -59,27 +68,33 @@ class LayerSlots(struct.PyTreeNode):
     state: State
     plan: SlotPlan
 
+    @property
+    def n_states(self) -> int:
+        return self.plan.targets.shape[1]
+
     def advance(self, name: str, f: Advance, rows: Any) -> tuple[Array, LayerSlots]:
         """The states of the rows go through `f` (see `StateMemory`) and into the rows' slots."""
         buffer, plan = self.state[name], self.plan
         if plan.rows is None:
             y, new = f(buffer[plan.source], rows)
-            buffer = buffer.at[plan.target].set(new.astype(buffer.dtype), mode="drop")
+            target = plan.targets[:, 0] if self.n_states == 1 else plan.targets
+            buffer = buffer.at[target].set(new.astype(buffer.dtype), mode="drop")
         else:
             # all slots in place, in their own order: nothing as large as a state is moved
             buffer = _moved(buffer, plan)
             y, new = f(buffer, _by_slot(rows, plan.rows))
             buffer = new.astype(buffer.dtype)
-            y = y[jnp.minimum(plan.target, buffer.shape[0] - 1)]
+            y = y[jnp.minimum(plan.targets[:, 0], buffer.shape[0] - 1)]
         return y, self.replace(state=self.state | {name: buffer})
 
 
 def _moved(buffer: Array, plan: SlotPlan) -> Array:
     """The states of rows that change their slot, brought there."""
-    moves = (plan.target < buffer.shape[0]) & (plan.source != plan.target)
+    target = plan.targets[:, 0]
+    moves = (target < buffer.shape[0]) & (plan.source != target)
 
     def move(buffer: Array) -> Array:
-        return buffer.at[plan.target].set(buffer[plan.source], mode="drop")
+        return buffer.at[target].set(buffer[plan.source], mode="drop")
 
     return lax.cond(jnp.any(moves), move, lambda buffer: buffer, buffer)
 
@@ -105,20 +120,23 @@ def create(
     layers: tuple[int, ...],
     state_shapes: tuple[dict[str, tuple[int, ...]], ...],
     n_seq_max: int,
+    n_remembered: int,
     dtypes: dict[str, jnp.dtype],
     state_dtype: jnp.dtype,
 ) -> RecurrentCache:
     """`dtypes` overrides `state_dtype` for the named arrays (the convolution's history)."""
+    n_slots = n_seq_max * n_remembered
     return RecurrentCache(
         states=tuple(
             {
-                name: jnp.zeros((n_seq_max + 1, *shape), dtypes.get(name, state_dtype))
+                name: jnp.zeros((n_slots + 1, *shape), dtypes.get(name, state_dtype))
                 for name, shape in shapes.items()
             }
             for shapes in state_shapes
         ),
-        slots=jnp.full((n_seq_max, 1), n_seq_max, jnp.int32),
-        positions=jnp.full((n_seq_max, 1), -1, jnp.int32),
+        slots=jnp.full((n_seq_max, n_remembered), n_slots, jnp.int32),
+        positions=jnp.full((n_seq_max, n_remembered), -1, jnp.int32),
+        digests=jnp.zeros((n_seq_max, n_remembered, digest.LANES), jnp.uint32),
         layers=layers,
     )
 
@@ -127,36 +145,81 @@ def create(
 
 
 def occupy(
-    cache: RecurrentCache, seq_ids: Array, lengths: Array, last: Array, ok: Array, in_place: bool
+    cache: RecurrentCache,
+    seq_ids: Array,
+    members: Array | None,
+    tokens: Array,
+    starts: Array,
+    lengths: Array,
+    ok: Array,
+    in_place: bool,
 ) -> tuple[RecurrentCache, SlotPlan]:
-    """Choose slots for rows of sequences `seq_ids` [B] whose last token will be at `last` [B].
+    """Choose slots for rows of sequences `seq_ids` [B]: `lengths` [B] of `tokens` [B, T] from `starts` [B].
 
-    in_place (static): work on all slots where they lie, which pays when most have a row.
-    Rows of length 0, and every row when `ok` is false, write nothing and change nothing. There is
-    always room: a sequence needs at most one slot, and there is one for each.
+    members: bool [B, sequences], all the sequences that go along with a row, or None. in_place (static):
+    work on all slots where they lie, which pays when most have a row. Rows of length 0, and every row when
+    `ok` is false, write nothing and change nothing. There is always room: a row needs no more slots than
+    its sequence may hold.
     """
-    zero = cache.zero_slot
-    active = lengths > 0
+    zero, kept = cache.zero_slot, cache.n_remembered
+    n_new = min(tokens.shape[1], kept)
+    active = (lengths > 0) & ok
     source = jnp.where(active, cache.slots[seq_ids, 0], zero)
-    users = jnp.zeros(zero + 1, jnp.int32).at[cache.slots.reshape(-1)].add(1)
-    same = active[:, None] & active & (source[:, None] == source)
-    earlier = jnp.sum(jnp.tril(same, -1), axis=1)  # rows before this one that read the same slot
-    # in place for the only owner, or for the last owner once all the others have moved away
-    stays = active & (source != zero) & (earlier == users[source] - 1)
-    moves = active & ~stays
+    # column c of a row is its c-th newest state: new ones first, then older ones that stay
+    column = jnp.arange(kept)
+    is_new = column < lengths[:, None]  # [B, kept]
+    older = jnp.maximum(column - lengths[:, None], 0)
+    old_positions = jnp.take_along_axis(cache.positions[seq_ids], older, axis=1)
+    stays = ~is_new & (old_positions >= 0) & (old_positions < starts[:, None])
+    old_slots = jnp.where(stays, jnp.take_along_axis(cache.slots[seq_ids], older, axis=1), zero)
+
+    mine = jax.nn.one_hot(seq_ids, cache.n_seq_max, dtype=bool) if members is None else members
+    rewritten = jnp.any(mine & active[:, None], axis=0)
+    users = jnp.zeros(zero + 1, jnp.int32)
+    users = users.at[jnp.where(rewritten[:, None], zero, cache.slots).reshape(-1)].add(1)
+    users = users.at[jnp.where(active[:, None], old_slots, zero).reshape(-1)].add(1)
+    users = users.at[zero].set(0)
+    claims = is_new & active[:, None] & (column < n_new)
+    if kept == 1:
+        # in place where nobody else keeps the state and no earlier row has claimed its slot
+        same = active[:, None] & active & (source[:, None] == source)
+        first = ~jnp.any(jnp.tril(same, -1), axis=1)
+        in_own = active & (source != zero) & (users[source] == 0) & first
+        users = users.at[jnp.where(in_own, source, zero)].add(1)
+        fresh = claims & ~in_own[:, None]
+    else:
+        in_own, fresh = None, claims
     free = jnp.cumsum(users[:zero] == 0)
-    fresh = jnp.searchsorted(free, jnp.cumsum(moves), side="left")
-    target = jnp.where(ok & active, jnp.where(stays, source, fresh), zero + 1).astype(jnp.int32)
-    seqs = jnp.where(ok & active, seq_ids, cache.n_seq_max)
+    found = jnp.searchsorted(free, jnp.cumsum(fresh.reshape(-1)), side="left").reshape(fresh.shape)
+    if in_own is not None:
+        found = jnp.where(in_own[:, None], source[:, None], found)
+    targets = jnp.where(claims, found, zero + 1).astype(jnp.int32)
+
+    seen = digest.of_prefixes(cache.digests[seq_ids, 0], tokens)  # [B, T + 1, 2]
+    at = jnp.maximum(lengths[:, None] - column, 0)
+    new_digests = jnp.take_along_axis(seen, at[:, :, None], axis=1)
+    old_digests = jnp.take_along_axis(cache.digests[seq_ids], older[:, :, None], axis=1)
+    table = (
+        jnp.where(claims, targets, old_slots),
+        jnp.where(is_new, starts[:, None] + lengths[:, None] - 1 - column, jnp.where(stays, old_positions, -1)),
+        jnp.where(is_new[..., None], new_digests, jnp.where(stays[..., None], old_digests, 0)),
+    )
+    if members is None:
+        seqs, rows_of = jnp.where(active, seq_ids, cache.n_seq_max), None
+    else:
+        rows_of = jnp.argmax(mine & active[:, None], axis=0)
+        seqs = jnp.where(rewritten, jnp.arange(cache.n_seq_max), cache.n_seq_max)
+    slots, positions, digests = (t if rows_of is None else t[rows_of] for t in table)
     cache = cache.replace(
-        slots=cache.slots.at[seqs, 0].set(target, mode="drop"),
-        positions=cache.positions.at[seqs, 0].set(last, mode="drop"),
+        slots=cache.slots.at[seqs].set(slots, mode="drop"),
+        positions=cache.positions.at[seqs].set(positions, mode="drop"),
+        digests=cache.digests.at[seqs].set(digests, mode="drop"),
     )
     rows = None
-    if in_place:
+    if in_place and kept == 1:
         n_rows = len(seq_ids)
-        rows = jnp.full(zero + 1, n_rows).at[target].set(jnp.arange(n_rows), mode="drop")
-    return cache, SlotPlan(source=source, target=target, rows=rows)
+        rows = jnp.full(zero + 1, n_rows).at[targets[:, 0]].set(jnp.arange(n_rows), mode="drop")
+    return cache, SlotPlan(source=source, targets=targets[:, :n_new], rows=rows)
 
 
 def layer_slots(cache: RecurrentCache, layer: int, plan: SlotPlan) -> LayerSlots:
@@ -170,34 +233,130 @@ def with_layers(cache: RecurrentCache, stored: dict[int, LayerSlots]) -> Recurre
 # -------------------------------------------------------------------------------------- operations
 
 
-def tail(cache: RecurrentCache) -> Array:
-    """int32 [sequences]: position of the last token each sequence's state has seen, or -1."""
-    return cache.positions[:, 0]
-
-
 def clear(cache: RecurrentCache, data: bool) -> RecurrentCache:
-    cache = cache.replace(
-        slots=jnp.full_like(cache.slots, cache.zero_slot),
-        positions=jnp.full_like(cache.positions, -1),
-    )
+    cache = detach(cache, jnp.ones(cache.n_seq_max, bool))
     if data:
-        cache = cache.replace(
-            states=tuple({n: jnp.zeros_like(a) for n, a in s.items()} for s in cache.states)
-        )
+        cache = cache.replace(states=jax.tree.map(jnp.zeros_like, cache.states))
     return cache
 
 
 def detach(cache: RecurrentCache, seqs: Array) -> RecurrentCache:
     """The sequences in `seqs` (bool [sequences]) forget everything; their slots become free."""
+    return roll_back(cache, seqs, jnp.full(cache.n_seq_max, cache.n_remembered))
+
+
+def roll_back(cache: RecurrentCache, seqs: Array, columns: Array) -> RecurrentCache:
+    """Each sequence in `seqs` (bool [sequences]) forgets its newest columns[s] states (int32 [sequences])."""
+    shift = jnp.where(seqs, columns, 0)
+    return _with_columns(cache, jnp.arange(cache.n_remembered) + shift[:, None])
+
+
+def _with_columns(cache: RecurrentCache, index: Array) -> RecurrentCache:
+    """Column c of each sequence becomes what column index[s, c] was; out of range, there is none."""
+    exists = index < cache.n_remembered
+    index = jnp.minimum(index, cache.n_remembered - 1)
+
+    def taken(table: Array, nothing: int) -> Array:
+        return jnp.where(exists, jnp.take_along_axis(table, index, axis=1), nothing)
+
+    digests = jnp.take_along_axis(cache.digests, index[..., None], axis=1)
     return cache.replace(
-        slots=jnp.where(seqs[:, None], cache.zero_slot, cache.slots),
-        positions=jnp.where(seqs[:, None], -1, cache.positions),
+        slots=taken(cache.slots, cache.zero_slot),
+        positions=taken(cache.positions, -1),
+        digests=jnp.where(exists[..., None], digests, 0),
     )
 
 
-def share(cache: RecurrentCache, src: Array, dst: Array) -> RecurrentCache:
-    """dst shares the slots of src until one of them writes. A dst out of range changes nothing."""
+def column_at(cache: RecurrentCache, position: Array) -> Array:
+    """int32 [sequences]: the column whose state has just seen `position` (int32 [] or [sequences]).
+
+    `n_remembered` where there is none.
+    """
+    position = jnp.broadcast_to(position, (cache.n_seq_max,))[:, None]
+    found = (cache.positions == position) & (position >= 0)
+    return jnp.where(jnp.any(found, axis=1), jnp.argmax(found, axis=1), cache.n_remembered)
+
+
+def share(cache: RecurrentCache, src: Array, dsts: Array, columns: Array) -> RecurrentCache:
+    """dsts (int32 [D]) share the slots of src, but for its newest `columns` states (int32 []).
+
+    They are copied when one of them writes. A dst out of range changes nothing.
+    """
+    only_src = jnp.arange(cache.n_seq_max) == src
+    older = roll_back(cache, only_src, jnp.broadcast_to(columns, (cache.n_seq_max,)))
     return cache.replace(
-        slots=cache.slots.at[dst].set(cache.slots[src], mode="drop"),
-        positions=cache.positions.at[dst].set(cache.positions[src], mode="drop"),
+        slots=cache.slots.at[dsts].set(older.slots[src], mode="drop"),
+        positions=cache.positions.at[dsts].set(older.positions[src], mode="drop"),
+        digests=cache.digests.at[dsts].set(older.digests[src], mode="drop"),
     )
+
+
+def gather(cache: RecurrentCache, parents: Array) -> RecurrentCache:
+    """Sequence s becomes what sequence parents[s] was."""
+    return cache.replace(
+        slots=cache.slots[parents], positions=cache.positions[parents], digests=cache.digests[parents]
+    )
+
+
+def forget_between(cache: RecurrentCache, seqs: Array, p0: Array, p1: Array) -> RecurrentCache:
+    """Older states of `seqs` with position in [p0, p1) can no longer be rolled back to."""
+    gone = seqs[:, None] & (cache.positions >= p0) & (cache.positions < p1)
+    return _compact(cache, ~gone.at[:, 0].set(False))
+
+
+def move(cache: RecurrentCache, seqs: Array, p0: Array, p1: Array, to: Any) -> RecurrentCache:
+    """Positions of `seqs` in [p0, p1) become to(position); a state that is not older any more is forgotten."""
+    inside = seqs[:, None] & (cache.positions >= jnp.maximum(p0, 0)) & (cache.positions < p1)
+    moved = cache.replace(positions=jnp.where(inside, to(cache.positions), cache.positions))
+    newest = jnp.minimum.accumulate(moved.positions, axis=1)
+    newer = jnp.pad(newest[:, :-1], ((0, 0), (1, 0)), constant_values=jnp.iinfo(jnp.int32).max)
+    return _compact(moved, (moved.positions < newer) & (moved.positions >= 0))
+
+
+def _compact(cache: RecurrentCache, keep: Array) -> RecurrentCache:
+    """Only the columns `keep` (bool [sequences, remembered]) remain, in order; without the tail, none."""
+    keep = keep & keep[:, :1]
+    order = jnp.argsort(~keep, axis=1, stable=True)
+    exists = jnp.arange(cache.n_remembered) < jnp.sum(keep, axis=1)[:, None]
+    return _with_columns(cache, jnp.where(exists, order, cache.n_remembered))
+
+
+# ---------------------------------------------------------------------------------------- one state
+
+
+def state_of(cache: RecurrentCache, seq: Array) -> tuple[State, ...]:
+    """The tail state of a sequence, one dict a layer; zeros when it has none."""
+    slot = cache.slots[seq, 0]
+    return jax.tree.map(lambda buffer: lax.dynamic_index_in_dim(buffer, slot, keepdims=False), cache.states)
+
+
+def put_state(
+    cache: RecurrentCache, seq: Array, states: tuple[State, ...], position: Array, seen: Array, ok: Array
+) -> RecurrentCache:
+    """`seq` has `states` at `position` and nothing older; seen: digest. Nothing changes unless `ok`."""
+    alone = detach(cache, (jnp.arange(cache.n_seq_max) == seq))
+    users = jnp.zeros(cache.zero_slot + 1, jnp.int32).at[alone.slots.reshape(-1)].add(1)
+    slot = jnp.argmax(users[:-1] == 0)
+    row = jnp.where(ok, slot, cache.zero_slot + 1)
+    seq = jnp.where(ok, seq, cache.n_seq_max)
+
+    def put(buffer: Array, state: Array) -> Array:
+        return buffer.at[row].set(state.astype(buffer.dtype), mode="drop")
+
+    table = jax.tree.map(lambda new, old: jnp.where(ok, new, old), (alone.slots, alone.positions, alone.digests),
+                         (cache.slots, cache.positions, cache.digests))
+    slots, positions, digests = table
+    return cache.replace(
+        states=jax.tree.map(put, cache.states, states),
+        slots=slots.at[seq, 0].set(slot, mode="drop"),
+        positions=positions.at[seq, 0].set(position, mode="drop"),
+        digests=digests.at[seq, 0].set(seen, mode="drop"),
+    )
+
+
+# ---------------------------------------------------------------------------------------- queries
+
+
+def tail(cache: RecurrentCache) -> Array:
+    """int32 [sequences]: position of the last token each sequence's state has seen, or -1."""
+    return cache.positions[:, 0]

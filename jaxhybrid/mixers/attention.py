@@ -9,11 +9,13 @@ from jax import Array
 from jaxhybrid.hparams import AttentionHparams
 from jaxhybrid.mixers.memory import KeyValues
 from jaxhybrid.ops.linear import linear, precision_of
+from jaxhybrid.ops.norms import rms_norm
 from jaxhybrid.ops.rope import rotate
 from jaxhybrid.params import Tree, matrix, vector
 
 
-def spec(hp: AttentionHparams, d_model: int) -> Tree:
+def spec(hp: AttentionHparams, d_model: int, norm: str = "ones") -> Tree:
+    """norm: how weights of norms are initialised, which depends on what is added to them."""
     tree: Tree = {
         "q": matrix(hp.n_heads * hp.head_dim, d_model, "heads", "embed"),
         "k": matrix(hp.n_kv_heads * hp.head_dim, d_model, "kv_heads", "embed"),
@@ -28,13 +30,23 @@ def spec(hp: AttentionHparams, d_model: int) -> Tree:
         }
     if hp.out_bias:
         tree["out_bias"] = vector(d_model, "embed")
+    if hp.qk_norm_eps is not None:
+        tree |= {"q_norm": vector(hp.head_dim, None, norm), "k_norm": vector(hp.head_dim, None, norm)}
     return tree
 
 
 def apply(
-    p: Tree, x: Array, memory: KeyValues, positions: Array, hp: AttentionHparams
+    p: Tree,
+    x: Array,
+    memory: KeyValues,
+    positions: Array,
+    hp: AttentionHparams,
+    norm_offset: float = 0.0,
 ) -> tuple[Array, KeyValues]:
-    """x [B, T, D] at positions [B, T] to ([B, T, D], memory after the tokens)."""
+    """x [B, T, D] at positions [B, T] to ([B, T, D], memory after the tokens).
+
+    norm_offset: added to the weights of the norms of q and k, where there are any.
+    """
     rows, n_tokens = x.shape[:2]
 
     def heads(name: str, n: int) -> Array:
@@ -42,6 +54,9 @@ def apply(
         return y.reshape(rows, n_tokens, n, hp.head_dim)
 
     q, k, v = heads("q", hp.n_heads), heads("k", hp.n_kv_heads), heads("v", hp.n_kv_heads)
+    if hp.qk_norm_eps is not None:
+        q = rms_norm(q, p["q_norm"], hp.qk_norm_eps, norm_offset)
+        k = rms_norm(k, p["k_norm"], hp.qk_norm_eps, norm_offset)
     if hp.rope is not None:
         q, k = rotate(q, positions, hp.rope), rotate(k, positions, hp.rope)
     keys, values, mask, memory = memory.extend(k, v)

@@ -16,6 +16,7 @@ from jax import Array, lax
 
 from jaxhybrid.hparams import Mamba2Hparams
 from jaxhybrid.mixers.memory import States
+from jaxhybrid.mixers.recent import with_recent_states
 from jaxhybrid.ops.causal_conv import causal_conv
 from jaxhybrid.ops.linear import linear
 from jaxhybrid.ops.norms import grouped_rms_norm
@@ -70,13 +71,13 @@ def apply(
     memory: states "conv" [., K-1, C] and "ssm" [., H, P, N]. `form` is one of sequential, chunked,
     one_token; by default one_token for T = 1, else chunked. All three agree to float32 rounding.
     """
-    rows, n_tokens = x.shape[:2]
+    rows, n_tokens, n_states = x.shape[0], x.shape[1], memory.n_states
     inner, channels, groups = hp.d_inner, hp.conv_channels, hp.n_groups * hp.state_size
     projected = linear(x, p["in_proj"], p.get("in_bias"))
     z, xbc, dt = jnp.split(projected, [inner, inner + channels], axis=-1)
 
     def convolve(history: Array, new: tuple[Array, Array]) -> tuple[Array, Array]:
-        return causal_conv(new[0], history, new[1], p["conv"], p.get("conv_bias"))
+        return causal_conv(new[0], history, new[1], p["conv"], p.get("conv_bias"), n_states)
 
     xbc, memory = memory.advance("conv", convolve, (xbc, lengths))
     xbc = jax.nn.silu(xbc.astype(jnp.float32))
@@ -94,7 +95,15 @@ def apply(
         log_a=-jnp.exp(p["a_log"].astype(jnp.float32)) * dt,
     )
     chosen = form or (one_token if n_tokens == 1 else chunked)
-    y, memory = memory.advance("ssm", lambda ssm, new: chosen(new, ssm.astype(jnp.float32), hp), inputs)
+
+    def recur(ssm: Array, new: tuple[Inputs, Array]) -> tuple[Array, Array]:
+        ssm, (tokens, real) = ssm.astype(jnp.float32), new
+        if n_states == 1:
+            return chosen(tokens, ssm, hp)
+        many, one = (lambda t, s, f=f: f(t, s, hp) for f in (chosen, one_token))
+        return with_recent_states(many, one, tokens, ssm, real, n_states)
+
+    y, memory = memory.advance("ssm", recur, (inputs, lengths))
     y = y + p["d"].astype(jnp.float32)[:, None] * inputs.x
     y = y.reshape(rows, n_tokens, inner) * jax.nn.silu(z.astype(jnp.float32))
     y = grouped_rms_norm(y, p["norm"], hp.n_groups, hp.norm_eps).astype(x.dtype)

@@ -33,7 +33,15 @@ class KeyValueMemory(Protocol):
 
 
 class StateMemory(Protocol):
-    """The memory of a recurrent layer: named states."""
+    """The memory of a recurrent layer: named states.
+
+    n_states: how many states of a row are wanted, after its last token, after the one before it, and so
+    on. With 1, `f` returns states [R, ...], with more [R, n_states, ...], newest first; what it gives for a
+    token before the row's first is not used.
+    """
+
+    @property
+    def n_states(self) -> int: ...
 
     def advance(self: States, name: str, f: Advance, rows: Any) -> tuple[Array, States]:
         """Apply `f` to the states `name` and the new rows (a pytree of arrays [B, ...]).
@@ -48,10 +56,13 @@ class Causal(struct.PyTreeNode):
     """No memory: the tokens at hand attend to themselves. valid: bool [B, T], False for padding."""
 
     valid: Array
+    window: int | None = struct.field(pytree_node=False, default=None)
 
     def extend(self, keys: Array, values: Array) -> tuple[Array, Array, Array, Causal]:
         n_tokens = keys.shape[1]
         causal = jnp.tril(jnp.ones((n_tokens, n_tokens), bool))
+        if self.window is not None:
+            causal = causal & ~jnp.tril(causal, -self.window)
         mask = causal & self.valid[:, None, :]
         return keys.swapaxes(1, 2), values.swapaxes(1, 2), mask, self
 
@@ -60,6 +71,7 @@ class RowStates(struct.PyTreeNode):
     """The state of each row, in order: {name: [B, ...]}."""
 
     states: dict[str, Array]
+    n_states = 1
 
     def advance(self, name: str, f: Advance, rows: Any) -> tuple[Array, RowStates]:
         y, state = f(self.states[name], rows)

@@ -6,11 +6,15 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 
-def rms_norm(x: Array, weight: Array, eps: float) -> Array:
-    """RMSNorm (arXiv:1910.07467) over the last axis: x [..., D], weight [D]; the dtype of x out."""
+def rms_norm(x: Array, weight: Array, eps: float, offset: float = 0.0) -> Array:
+    """RMSNorm (arXiv:1910.07467) over the last axis: x [..., D], weight [D]; the dtype of x out.
+
+    The factor is weight + offset.
+    """
     y = x.astype(jnp.float32)
     y = y * lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
-    return (y * weight.astype(jnp.float32)).astype(x.dtype)
+    factor = weight.astype(jnp.float32)
+    return (y * (factor + offset if offset else factor)).astype(x.dtype)
 
 
 def grouped_rms_norm(x: Array, weight: Array, n_groups: int, eps: float) -> Array:
