@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import jax.numpy as jnp
-import numpy as np
 from flax import struct
 from jax import Array
 from jax.typing import ArrayLike
@@ -68,6 +67,9 @@ def make_ubatch(
 
 # ------------------------------------------------------------------------------------ the batch
 
+MAX_POSITION = 2**30
+"""Positions are int32, and sums of two of them must not overflow."""
+
 
 class EmptyBatchError(BatchError):
     """A batch has no tokens."""
@@ -90,7 +92,7 @@ class PositionError(BatchError):
 
 
 class CoupledTokenError(BatchError):
-    """A token names several sequences."""
+    """A token belongs to sequences whose histories differ."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,8 @@ class Batch:
     """A flat list of tokens.
 
     positions: None continues each sequence. seq_ids: one tuple of sequence ids per token, None for
-    sequence 0. outputs: which tokens want logits, None for the last of each sequence.
+    sequence 0; a token of several sequences needs them to have the same history. outputs: which tokens
+    want logits, None for the last of each sequence.
     """
 
     tokens: Sequence[int]
@@ -106,21 +109,37 @@ class Batch:
     seq_ids: Sequence[tuple[int, ...]] | None = None
     outputs: Sequence[bool] | None = None
 
+    def sequences_of(self, i: int) -> tuple[int, ...]:
+        """The sequence ids of token i, each once, in order."""
+        return (0,) if self.seq_ids is None else tuple(sorted({int(s) for s in self.seq_ids[i]}))
 
-@dataclass(frozen=True)
+
+@dataclass
 class Row:
-    """The tokens of one sequence in a checked batch; `where` are their indices in the batch."""
+    """Consecutive tokens of one set of sequences in a checked batch.
 
-    seq_id: int
+    where: their indices in the batch. after: rows that have to be done first, by their place in the list.
+    """
+
+    seq_ids: tuple[int, ...]
     start: int
-    tokens: tuple[int, ...]
-    wanted: tuple[bool, ...]
-    where: tuple[int, ...]
+    after: tuple[int, ...]
+    tokens: list[int] = field(default_factory=list)
+    wanted: list[bool] = field(default_factory=list)
+    where: list[int] = field(default_factory=list)
 
 
-def check_batch(batch: Batch, vocab_size: int, ends: Sequence[int]) -> list[Row]:
+def is_coupled(batch: Batch) -> bool:
+    """Whether a token belongs to several sequences."""
+    return batch.seq_ids is not None and any(len(ids) > 1 for ids in batch.seq_ids)
+
+
+def check_batch(
+    batch: Batch, vocab_size: int, ends: Sequence[int], histories: Sequence[Hashable] | None = None
+) -> list[Row]:
     """Check a batch against a cache whose sequences end at `ends`; its rows in order of appearance.
 
+    histories: one value a sequence, equal where the sequences' pasts are (needed for coupled tokens only).
     Raises the subclass of BatchError whose rule is broken, naming index, value and rule.
     """
     n, n_seq_max = len(batch.tokens), len(ends)
@@ -130,95 +149,57 @@ def check_batch(batch: Batch, vocab_size: int, ends: Sequence[int]) -> list[Row]
         values = getattr(batch, name)
         if values is not None and len(values) != n:
             raise BatchShapeError(f"{name}: {len(values)} entries for {n} tokens")
-    found: dict[int, list[int]] = {}
+    end = dict(enumerate(ends))
+    past: dict[int, Hashable] = dict(enumerate(histories if histories is not None else [None] * n_seq_max))
+    newest: dict[int, int] = {}  # the row that holds the last token of each sequence so far
+    rows: list[Row] = []
     for i in range(n):
-        token = int(batch.tokens[i])
+        token, ids = int(batch.tokens[i]), batch.sequences_of(i)
         if not 0 <= token < vocab_size:
             raise TokenRangeError(f"token {i}: id {token} is outside the vocabulary of {vocab_size}")
-        ids = {0} if batch.seq_ids is None else set(batch.seq_ids[i])
-        for seq in sorted(ids):
+        if not ids:
+            raise SequenceIdError(f"token {i}: no sequence id, give at least one")
+        for seq in ids:
             if not 0 <= seq < n_seq_max:
                 raise SequenceIdError(
                     f"token {i}: sequence {seq} is outside the cache's {n_seq_max} sequences"
                 )
-        if not ids:
-            raise SequenceIdError(f"token {i}: no sequence id, give at least one")
-        if len(ids) > 1:
-            raise CoupledTokenError(
-                f"token {i}: belongs to sequences {sorted(ids)}; decode it in one and fork that"
-            )
-        found.setdefault(ids.pop(), []).append(i)
-    rows = []
-    for seq, where in found.items():
-        start = ends[seq] + 1
-        if batch.positions is not None:
-            first = int(batch.positions[where[0]])
-            if first < 0:
-                raise PositionError(f"token {where[0]}: position {first} is negative")
-            if ends[seq] >= 0 and first != start:
-                raise PositionError(
-                    f"token {where[0]}: position {first} does not follow {ends[seq]}, "
-                    f"the last of sequence {seq}"
+        for seq in ids[1:]:
+            if (end[seq], past[seq]) != (end[ids[0]], past[ids[0]]):
+                raise CoupledTokenError(
+                    f"token {i}: sequences {ids[0]} and {seq} have different histories; "
+                    "fork one from the other first"
                 )
-            start = first
-            for k, i in enumerate(where):
-                if int(batch.positions[i]) != start + k:
-                    raise PositionError(
-                        f"token {i}: position {int(batch.positions[i])} of sequence {seq} "
-                        f"should be {start + k}"
-                    )
-        wanted = [k == len(where) - 1 for k in range(len(where))]
-        if batch.outputs is not None:
-            wanted = [bool(batch.outputs[i]) for i in where]
-        tokens = tuple(int(batch.tokens[i]) for i in where)
-        rows.append(Row(seq, start, tokens, tuple(wanted), tuple(where)))
+        position = _position(batch, i, ids, end[ids[0]], newest)
+        held_by = {newest.get(seq, -1) for seq in ids}
+        row = max(held_by)
+        if len(held_by) > 1 or row < 0 or rows[row].seq_ids != ids:
+            rows.append(Row(ids, position, tuple(sorted(held_by - {-1}))))
+            row = len(rows) - 1
+        rows[row].tokens.append(token)
+        rows[row].where.append(i)
+        rows[row].wanted.append(batch.outputs is not None and bool(batch.outputs[i]))
+        for seq in ids:
+            end[seq], newest[seq], past[seq] = position, row, hash((past[seq], token))
+    if batch.outputs is None:
+        for row in set(newest.values()):
+            rows[row].wanted[-1] = True
     return rows
 
 
-# ------------------------------------------------------------------------------------ the split
-
-
-def bucket(n: int) -> int:
-    """The next power of two: the shapes that get compiled."""
-    return 1 << max(n - 1, 0).bit_length()
-
-
-def split(
-    rows: Sequence[Row], n_ubatch: int, n_seq_max: int, n_kv: int | None
-) -> Iterator[tuple[Ubatch, list[int]]]:
-    """Pack rows of different lengths into padded ubatches of at most about `n_ubatch` tokens.
-
-    Yields each ubatch with the batch indices of its outputs. Shapes come from powers of two. When most
-    sequences of the cache take part, rows are laid out so that nothing is gathered.
-    """
-    done = [0] * len(rows)
-    while any(d < len(r.tokens) for d, r in zip(done, rows, strict=True)):
-        active = [k for k, r in enumerate(rows) if done[k] < len(r.tokens)]
-        active = active[: max(1, n_ubatch)]
-        longest = max(len(rows[k].tokens) - done[k] for k in active)
-        width = bucket(min(longest, max(1, n_ubatch // len(active))))
-        aligned = 2 * len(active) > n_seq_max
-        height = n_seq_max if aligned else min(bucket(len(active)), n_seq_max)
-        tokens = np.zeros((height, width), np.int32)
-        lengths, starts = np.zeros(height, np.int32), np.full(height, -1, np.int32)
-        seq_ids = np.arange(height, dtype=np.int32)
-        outputs: list[int] = []
-        where: list[int] = []
-        for line, k in enumerate(active):
-            row = rows[k]
-            line = row.seq_id if aligned else line
-            part = slice(done[k], min(done[k] + width, len(row.tokens)))
-            lengths[line] = part.stop - part.start
-            tokens[line, : lengths[line]] = row.tokens[part]
-            seq_ids[line], starts[line] = row.seq_id, row.start + done[k]
-            for column, i in enumerate(range(part.start, part.stop)):
-                if row.wanted[i]:
-                    outputs.append(line * width + column)
-                    where.append(row.where[i])
-            done[k] = part.stop
-        padded = np.zeros(bucket(len(outputs)) if outputs else 0, np.int32)
-        padded[: len(outputs)] = outputs
-        yield (
-            make_ubatch(tokens, lengths, seq_ids, starts, padded, n_kv=n_kv, aligned=aligned),
-            where,
+def _position(batch: Batch, i: int, ids: tuple[int, ...], end: int, newest: Mapping[int, int]) -> int:
+    """Where token i stands; PositionError if the batch says something that does not follow."""
+    if batch.positions is None:
+        return end + 1
+    position = int(batch.positions[i])
+    if position < 0:
+        raise PositionError(f"token {i}: position {position} is negative")
+    if position >= MAX_POSITION:
+        raise PositionError(f"token {i}: position {position} is too large, the limit is {MAX_POSITION - 1}")
+    if ids[0] in newest and position != end + 1:
+        raise PositionError(f"token {i}: position {position} of sequence {ids[0]} should be {end + 1}")
+    if end >= 0 and position != end + 1:
+        raise PositionError(
+            f"token {i}: position {position} does not follow {end}, the last of sequence {ids[0]}"
         )
+    return position

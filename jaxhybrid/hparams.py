@@ -170,7 +170,9 @@ class Hparams:
                 )
         windows = {w for i in attention if (w := self.window_of(i)) is not None}
         if len(windows) > 1 or any(w < 1 for w in windows):
-            raise HparamsError(f"window: layers have windows {sorted(windows)}, one of at least 1 is supported")
+            raise HparamsError(
+                f"window: layers have windows {sorted(windows)}, one of at least 1 is supported"
+            )
 
     @cached_property
     def layers(self) -> tuple[Layer, ...]:
@@ -209,7 +211,9 @@ class Hparams:
     @property
     def window(self) -> int | None:
         """The window of the layers that have one."""
-        return next((self.window_of(i) for i in self.attention_layer_indices if self.is_windowed_layer(i)), None)
+        return next(
+            (self.window_of(i) for i in self.attention_layer_indices if self.is_windowed_layer(i)), None
+        )
 
     @property
     def is_recurrent(self) -> bool:

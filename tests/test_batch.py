@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 import jaxhybrid as jh
 from jaxhybrid import batch as rules
-from jaxhybrid.batch import Batch, bucket, check_batch, split
+from jaxhybrid.batch import Batch, check_batch
+from jaxhybrid.splits import Limits, bucket, lay_out, split_uneven
 
 pytestmark = pytest.mark.quick
 
@@ -30,7 +31,7 @@ ENDS = [4, -1, -1]  # sequence 0 holds positions 0 to 4
         (Batch([1], positions=[6]), rules.PositionError, "token 0: position 6 does not follow 4"),
         (Batch([1], positions=[-2]), rules.PositionError, "token 0: position -2 is negative"),
         (Batch([1, 1], positions=[5, 7]), rules.PositionError, "token 1: position 7 .* should be 6"),
-        (Batch([1], seq_ids=[(0, 2)]), rules.CoupledTokenError, "token 0: belongs to sequences"),
+        (Batch([1], seq_ids=[(0, 2)]), rules.CoupledTokenError, "token 0: sequences 0 and 2 have different"),
     ],
 )
 def test_each_rule_has_its_error(batch, error, message):
@@ -60,7 +61,11 @@ def test_a_split_loses_nothing_and_keeps_the_order(lengths, n_ubatch, spare, see
     rows = check_batch(batch, 10_000, [-1] * n_seq_max)
     seen: dict[int, list[int]] = {i: [] for i in range(len(lengths))}
     answered = []
-    for ubatch, where in split(rows, n_ubatch, n_seq_max, None):
+    done = [0] * len(rows)
+    for piece in split_uneven(rows, n_ubatch, Limits()):
+        ubatch, where = lay_out(piece, rows, done, n_seq_max, None)
+        for k, n in piece:
+            done[k] += n
         tokens, taken = np.asarray(ubatch.tokens), np.asarray(ubatch.lengths)
         height, width = tokens.shape
         assert width == bucket(width) and height <= n_seq_max

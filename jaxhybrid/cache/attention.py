@@ -185,7 +185,9 @@ class Takers(struct.PyTreeNode):
     starts: Array
 
 
-def takers(cache: AttentionCache, seq_ids: Array, lengths: Array, starts: Array, members: Array | None) -> Takers:
+def takers(
+    cache: AttentionCache, seq_ids: Array, lengths: Array, starts: Array, members: Array | None
+) -> Takers:
     """Who writes cells: each row, or, where rows are coupled and streams apart, each sequence."""
     if members is None or cache.unified:
         return Takers(seq_ids, None, lengths, starts)
@@ -351,9 +353,7 @@ def seq_rm(cache: AttentionCache, seqs: Array, p0: Array, p1: Array) -> Attentio
 
 def _with_owners(cache: AttentionCache, owners: Array) -> AttentionCache:
     """A cell without an owner is empty."""
-    return cache.replace(
-        owners=owners, positions=jnp.where(jnp.any(owners, axis=-1), cache.positions, -1)
-    )
+    return cache.replace(owners=owners, positions=jnp.where(jnp.any(owners, axis=-1), cache.positions, -1))
 
 
 def _forget_lost(cache: AttentionCache) -> AttentionCache:
@@ -494,8 +494,6 @@ def _turned(cache: AttentionCache, seq: Array, turn: Array) -> tuple[Array, ...]
             return keys
         if cache.unified or cache.n_seq_max == 1:
             return rotated(keys, turn, rope)
-        return lax.cond(
-            seq < 0, lambda k: rotated(k, turn, rope), lambda k: one(k, rope), keys
-        )
+        return lax.cond(seq < 0, lambda k: rotated(k, turn, rope), lambda k: one(k, rope), keys)
 
     return tuple(of_layer(k, r) for k, r in zip(cache.keys, cache.ropes, strict=True))

@@ -203,7 +203,9 @@ def plan(
     for child, who, places in found:
         places = jnp.where(ok, places, child.n_cells)
         read = child.n_cells if child.window is not None or n_kv is None else n_kv
-        taken, cell_plan = cells.occupy(child, seq_ids, who, members, places, positions, tokens, read, aligned)
+        taken, cell_plan = cells.occupy(
+            child, seq_ids, who, members, places, positions, tokens, read, aligned
+        )
         plans.append(cell_plan)
         children.append(taken)
     attention_plan = plans.pop(0) if cache.attention is not None else None

@@ -201,7 +201,9 @@ def occupy(
     old_digests = jnp.take_along_axis(cache.digests[seq_ids], older[:, :, None], axis=1)
     table = (
         jnp.where(claims, targets, old_slots),
-        jnp.where(is_new, starts[:, None] + lengths[:, None] - 1 - column, jnp.where(stays, old_positions, -1)),
+        jnp.where(
+            is_new, starts[:, None] + lengths[:, None] - 1 - column, jnp.where(stays, old_positions, -1)
+        ),
         jnp.where(is_new[..., None], new_digests, jnp.where(stays[..., None], old_digests, 0)),
     )
     if members is None:
@@ -305,7 +307,7 @@ def forget_between(cache: RecurrentCache, seqs: Array, p0: Array, p1: Array) -> 
 
 
 def move(cache: RecurrentCache, seqs: Array, p0: Array, p1: Array, to: Any) -> RecurrentCache:
-    """Positions of `seqs` in [p0, p1) become to(position); a state that is not older any more is forgotten."""
+    """Positions of `seqs` in [p0, p1) become to(position); states that are no longer older are forgotten."""
     inside = seqs[:, None] & (cache.positions >= jnp.maximum(p0, 0)) & (cache.positions < p1)
     moved = cache.replace(positions=jnp.where(inside, to(cache.positions), cache.positions))
     newest = jnp.minimum.accumulate(moved.positions, axis=1)
@@ -343,8 +345,11 @@ def put_state(
     def put(buffer: Array, state: Array) -> Array:
         return buffer.at[row].set(state.astype(buffer.dtype), mode="drop")
 
-    table = jax.tree.map(lambda new, old: jnp.where(ok, new, old), (alone.slots, alone.positions, alone.digests),
-                         (cache.slots, cache.positions, cache.digests))
+    table = jax.tree.map(
+        lambda new, old: jnp.where(ok, new, old),
+        (alone.slots, alone.positions, alone.digests),
+        (cache.slots, cache.positions, cache.digests),
+    )
     slots, positions, digests = table
     return cache.replace(
         states=jax.tree.map(put, cache.states, states),

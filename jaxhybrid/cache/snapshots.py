@@ -6,7 +6,7 @@ position, and used only for a sequence that has the very same past.
 
 from __future__ import annotations
 
-import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
@@ -101,8 +101,10 @@ def restorable_positions(cache: Cache, seq: int) -> list[int]:
         found = np.asarray(cache.recurrent.positions[seq])
     else:
         child = cache.cell_children[0]
-        found = np.asarray(child.positions[0])[np.asarray(cells.held(child))[seq]] if child.unified else (
-            np.asarray(child.positions[seq])
+        found = (
+            np.asarray(child.positions[0])[np.asarray(cells.held(child))[seq]]
+            if child.unified
+            else (np.asarray(child.positions[seq]))
         )
     found = {int(p) for p in found if 0 <= p <= end}
     if cache.windowed is not None and cache.windowed.lost is not None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxhybrid.errors import HparamsError
-from jaxhybrid.families import granitemoehybrid, llama, mamba2
+from jaxhybrid.families import gemma3_text, granitemoehybrid, llama, mamba2
 from jaxhybrid.families.names import Source
 from jaxhybrid.hparams import Hparams
 
@@ -26,6 +26,7 @@ class Family:
 
 
 FAMILIES: dict[str, Family] = {
+    "gemma3_text": Family(gemma3_text.hparams, gemma3_text.tensors),
     "granitemoehybrid": Family(granitemoehybrid.hparams, granitemoehybrid.tensors),
     "llama": Family(llama.hparams, llama.tensors, ignored=(r".*\.rotary_emb\.inv_freq",)),
     "mamba2": Family(
