@@ -24,7 +24,14 @@ from jaxhybrid.cache import (
     state_bytes,
     try_rewind,
 )
-from jaxhybrid.checkpoint import load_params, save_params
+from jaxhybrid.checkpoint import (
+    load_cache,
+    load_params,
+    load_sequence,
+    save_cache,
+    save_params,
+    save_sequence,
+)
 from jaxhybrid.driver import decode
 from jaxhybrid.engine import Model, Result, Settings, generate, load, stream
 from jaxhybrid.errors import BatchError, CacheFullError, CheckpointError, JaxHybridError, RefusedError
@@ -61,12 +68,16 @@ __all__ = [
     "init_params",
     "is_lossy",
     "load",
+    "load_cache",
     "load_params",
+    "load_sequence",
     "make_ubatch",
     "restorable_positions",
     "rewind",
     "roll_back",
+    "save_cache",
     "save_params",
+    "save_sequence",
     "seq_add",
     "seq_cp",
     "seq_div",

@@ -2,17 +2,120 @@
 
 from __future__ import annotations
 
+import dataclasses
+from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
 
 from jaxhybrid.cache import attention, recurrent
 from jaxhybrid.cache.hybrid import Cache
-from jaxhybrid.errors import UsageError
+from jaxhybrid.errors import CheckpointError, UsageError
 from jaxhybrid.hparams import Hparams
 
 CELL_MULTIPLE = 128
 """Cells are rounded up to a multiple of this; 128 is the width of a TPU lane."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """All that makes one empty cache of a model differ from another.
+
+    n_cells, n_windowed: cells of a stream of either attention child. n_remembered: states a sequence.
+    """
+
+    n_seq_max: int
+    unified: bool
+    n_cells: int
+    n_windowed: int
+    n_remembered: int
+    k_dtype: str
+    v_dtype: str
+    conv_dtype: str
+    state_dtype: str
+
+    @staticmethod
+    def of(cache: Cache) -> Sizes:
+        """The sizes of an existing cache; what it has no child for is as small as can be."""
+        children, r = cache.cell_children, cache.recurrent
+        dtypes = {
+            "k_dtype": "float32",
+            "v_dtype": "float32",
+            "conv_dtype": "float32",
+            "state_dtype": "float32",
+        }
+        if children:
+            dtypes |= {"k_dtype": str(children[0].keys[0].dtype), "v_dtype": str(children[0].values[0].dtype)}
+        if r is not None:
+            for name, buffer in r.states[0].items():
+                dtypes["conv_dtype" if name == "conv" else "state_dtype"] = str(buffer.dtype)
+        return Sizes(
+            n_seq_max=cache.n_seq_max,
+            unified=any(child.unified for child in children),
+            n_cells=1 if cache.attention is None else cache.attention.n_cells,
+            n_windowed=1 if cache.windowed is None else cache.windowed.n_cells,
+            n_remembered=1 if r is None else r.n_remembered,
+            **dtypes,
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @staticmethod
+    def from_json(values: Any) -> Sizes:
+        """Checked: CheckpointError naming the field that no cache has."""
+        if not isinstance(values, dict):
+            raise CheckpointError("sizes: missing from the saved cache")
+        for field in dataclasses.fields(Sizes):
+            value = values.get(field.name)
+            wanted = {"int": int, "bool": bool, "str": str}[str(field.type)]
+            if type(value) is not wanted or (wanted is int and not 1 <= value < 2**31):
+                raise CheckpointError(f"sizes.{field.name}: {value!r} in the saved cache")
+            if wanted is str:
+                try:
+                    jnp.dtype(value)
+                except TypeError:
+                    raise CheckpointError(f"sizes.{field.name}: {value!r} is no dtype") from None
+        return Sizes(**{field.name: values[field.name] for field in dataclasses.fields(Sizes)})
+
+
+def build(hparams: Hparams, sizes: Sizes) -> Cache:
+    """An empty cache of exactly these sizes."""
+
+    def cells(layers: tuple[int, ...], window: int | None, n_cells: int) -> attention.AttentionCache | None:
+        if not layers:
+            return None
+        return attention.create(
+            layers,
+            tuple(hparams.cell_shape(i) for i in layers),
+            tuple(hparams.rope_of(i) for i in layers),
+            window,
+            n_cells,
+            sizes.n_seq_max,
+            sizes.unified,
+            jnp.dtype(sizes.k_dtype),
+            jnp.dtype(sizes.v_dtype),
+        )
+
+    recurrent_child = None
+    if layers := hparams.recurrent_layer_indices:
+        recurrent_child = recurrent.create(
+            layers,
+            tuple(hparams.state_shapes(i) for i in layers),
+            sizes.n_seq_max,
+            sizes.n_remembered,
+            {"conv": jnp.dtype(sizes.conv_dtype)},
+            jnp.dtype(sizes.state_dtype),
+        )
+    indices = hparams.attention_layer_indices
+    return Cache(
+        attention=cells(tuple(i for i in indices if not hparams.is_windowed_layer(i)), None, sizes.n_cells),
+        windowed=cells(
+            tuple(i for i in indices if hparams.is_windowed_layer(i)), hparams.window, sizes.n_windowed
+        ),
+        recurrent=recurrent_child,
+        lossy=jnp.zeros(sizes.n_seq_max, bool),
+    )
 
 
 def create_cache(
@@ -52,39 +155,21 @@ def create_cache(
     def rounded(n: int) -> int:
         return -(-n // cell_multiple) * cell_multiple
 
-    def cells(layers: tuple[int, ...], window: int | None, n_cells: int) -> attention.AttentionCache | None:
-        if not layers:
-            return None
-        return attention.create(
-            layers,
-            tuple(hparams.cell_shape(i) for i in layers),
-            tuple(hparams.rope_of(i) for i in layers),
-            window,
-            n_cells,
-            n_seq_max,
-            unified,
-            jnp.dtype(k_dtype or dtype),
-            jnp.dtype(v_dtype or dtype),
-        )
-
     everything = rounded(n_ctx)
-    full = tuple(i for i in hparams.attention_layer_indices if not hparams.is_windowed_layer(i))
-    windowed = tuple(i for i in hparams.attention_layer_indices if hparams.is_windowed_layer(i))
     least = (hparams.window or 0) * (n_seq_max if unified else 1) + n_ubatch
-    n_windowed = min(rounded(least), everything) if full else rounded(least)
-    recurrent_child = None
-    if layers := hparams.recurrent_layer_indices:
-        recurrent_child = recurrent.create(
-            layers,
-            tuple(hparams.state_shapes(i) for i in layers),
-            n_seq_max,
-            n_rollback + 1,
-            {"conv": jnp.dtype(conv_dtype or dtype)},
-            jnp.dtype(state_dtype),
-        )
-    return Cache(
-        attention=cells(full, None, everything),
-        windowed=cells(windowed, hparams.window, n_windowed),
-        recurrent=recurrent_child,
-        lossy=jnp.zeros(n_seq_max, bool),
+    all_windowed = all(hparams.is_windowed_layer(i) for i in hparams.attention_layer_indices)
+    return build(
+        hparams,
+        Sizes(
+            n_seq_max=n_seq_max,
+            unified=unified,
+            n_cells=everything,
+            # with layers that see everything beside it, more cells than they have are of no use
+            n_windowed=rounded(least) if all_windowed else min(rounded(least), everything),
+            n_remembered=n_rollback + 1,
+            k_dtype=jnp.dtype(k_dtype or dtype).name,
+            v_dtype=jnp.dtype(v_dtype or dtype).name,
+            conv_dtype=jnp.dtype(conv_dtype or dtype).name,
+            state_dtype=jnp.dtype(state_dtype).name,
+        ),
     )
