@@ -172,6 +172,14 @@ def _by_rows(pieces: list[list[list[int]]], rows: Sequence[Row], limits: Limits)
         yield list(taken.items())
 
 
+def _bucket_of_outputs(n: int, height: int, width: int) -> int:
+    """None, one a row, or four times as many as the step before: few shapes to compile."""
+    size = 0 if n == 0 else height
+    while size < n:
+        size *= 4
+    return min(size, height * width)
+
+
 def lay_out(
     piece: Piece, rows: Sequence[Row], done: Sequence[int], n_seq_max: int, n_kv: int | None
 ) -> tuple[Ubatch, list[int]]:
@@ -202,7 +210,7 @@ def lay_out(
             if row.wanted[i]:
                 outputs.append(line * width + column)
                 where.append(row.where[i])
-    padded = np.zeros(bucket(len(outputs)) if outputs else 0, np.int32)
+    padded = np.zeros(_bucket_of_outputs(len(outputs), height, width), np.int32)
     padded[: len(outputs)] = outputs
     ubatch = make_ubatch(
         tokens,

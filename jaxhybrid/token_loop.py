@@ -89,12 +89,15 @@ def start(
 def _first(logits: Array, prompts: Array, lengths: Array, state: LoopState) -> tuple[Array, LoopState]:
     state = state.replace(counts=count_prompt(state.counts, prompts, lengths))
     finite = jnp.all(jnp.isfinite(logits), axis=-1)
-    return _choose(logits, jnp.where(finite, 0, NON_FINITE), state)
+    return choose(logits, jnp.where(finite, 0, NON_FINITE), state, jnp.bool_(True))
 
 
-def _choose(logits: Array, status: Array, state: LoopState) -> tuple[Array, LoopState]:
-    """Sample a token for every running row and find out which rows end with it."""
-    running = state.finish == RUNNING
+def choose(logits: Array, status: Array, state: LoopState, rows: Array) -> tuple[Array, LoopState]:
+    """Sample a token for every running row of `rows` (bool [B]) and find out which rows end with it.
+
+    logits: float32 [B, V]; status: int32 [B], of the step. Returns (tokens int32 [B], -1 where none).
+    """
+    running = (state.finish == RUNNING) & rows
     broken = running & (status == NON_FINITE)
     full = running & (status == NO_ROOM)
     writes = running & ~broken & ~full
@@ -143,7 +146,7 @@ def advance(
         )
         out, cache = step(params, cache, ubatch)
         state = state.replace(positions=state.positions + (state.finish == RUNNING))
-        tokens, state = _choose(out.logits, out.status, state)
+        tokens, state = choose(out.logits, out.status, state, jnp.bool_(True))
         return i + 1, written.at[:, i].set(tokens), cache, state
 
     written = jnp.full((rows, n_tokens), -1, jnp.int32)

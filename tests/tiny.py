@@ -1,5 +1,6 @@
 """Models of a few thousand parameters, one for each kind of memory, with random weights."""
 
+import dataclasses
 import json
 from functools import cache
 from pathlib import Path
@@ -20,10 +21,23 @@ ATTENTION = AttentionHparams(n_heads=4, n_kv_heads=2, head_dim=4, scale=0.5, rop
 MAMBA2 = Mamba2Hparams(n_heads=4, head_dim=8, state_size=6, n_groups=2, conv_kernel=4, chunk=4)
 KINDS = {"attention": (0, 1), "recurrent": (), "hybrid": (1,)}
 """Attention layers of each two-layer model."""
+WINDOW = 5
+WINDOWED = {"sliding_window": (0, 1), "hybrid_sliding_window": (1, 2)}
+"""Attention layers of the models of which layer 1 has a sliding window."""
 
 
 def hparams(kind: str) -> Hparams:
-    """kind: attention, recurrent or hybrid."""
+    """kind: one of KINDS or WINDOWED."""
+    if kind in WINDOWED:
+        return dataclasses.replace(
+            hparams("hybrid"),
+            n_layers=2 if kind == "sliding_window" else 3,
+            attention_layer_indices=WINDOWED[kind],
+            recurrent_layer_indices=() if kind == "sliding_window" else (0,),
+            attention=(ATTENTION, dataclasses.replace(ATTENTION, window=WINDOW), ATTENTION)[
+                : 2 if kind == "sliding_window" else 3
+            ],
+        )
     return Hparams(
         family="llama",
         n_layers=2,

@@ -5,7 +5,6 @@ The arrays know nothing of cells, slots, streams or sizes, so the other cache ma
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import jax
@@ -79,7 +78,8 @@ def _cell_children(cache: Cache) -> list[tuple[str, cells.AttentionCache]]:
 
 @jax.jit
 def _taken(child: cells.AttentionCache, seq: Array) -> tuple[Array, Array, list[Array], list[Array]]:
-    """(positions [S], tokens [S], keys, values [heads, S, size] a layer), the sequence's cells first, in order."""
+    """(positions [S], tokens [S], keys and values [heads, S, size] a layer): the sequence's cells in order,
+    then the others."""
     mine = cells.held(child)[seq]
     stream = 0 if child.unified else seq
     order = jnp.argsort(jnp.where(mine, child.positions[stream], jnp.iinfo(jnp.int32).max), stable=True)
@@ -177,7 +177,7 @@ def _put_states(child: slots.RecurrentCache, seq: int, arrays: Arrays) -> slots.
     )
 
 
-@partial(jax.jit)
+@jax.jit
 def _set_rows(buffer: Array, rows: Array, new: Array) -> Array:
     return buffer.at[rows].set(new)
 
