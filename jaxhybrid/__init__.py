@@ -33,11 +33,12 @@ from jaxhybrid.checkpoint import (
     save_sequence,
 )
 from jaxhybrid.driver import decode
-from jaxhybrid.engine import Model, Result, Settings, generate, load, stream
+from jaxhybrid.engine import generate, load, stream
 from jaxhybrid.errors import BatchError, CacheFullError, CheckpointError, JaxHybridError, RefusedError
 from jaxhybrid.hparams import Hparams
 from jaxhybrid.model import forward, init_params, spec, step
 from jaxhybrid.params import Params
+from jaxhybrid.settings import Model, Result, Settings
 
 __version__ = "0.1.0"
 

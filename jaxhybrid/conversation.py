@@ -1,100 +1,229 @@
-"""A conversation on a terminal: the cache keeps what was said, only new tokens are computed."""
+"""A conversation: the cache keeps what was said, only new tokens are computed, turns can be taken back."""
 
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Any
 
-from jaxhybrid.cache import Cache, create_cache, seq_pos_max
+from jaxhybrid.cache import (
+    Cache,
+    Snapshot,
+    checkpoint,
+    create_cache,
+    restorable_positions,
+    rewind,
+    seq_pos_max,
+    seq_rm,
+)
 from jaxhybrid.clock import Clock
-from jaxhybrid.engine import Model, Result, Session, Settings, Timings, prefill
 from jaxhybrid.errors import JaxHybridError, UsageError
+from jaxhybrid.generation import Generation, make_room, prefill
 from jaxhybrid.report import report
+from jaxhybrid.settings import Model, Result, Settings, Timings
 
 DEFAULT_CONTEXT = 4096
+MAX_SNAPSHOTS = 32
 
 
 class Conversation:
-    """Messages, and a cache that holds `held` tokens of them.
+    """Turns, and a cache that holds the first `len(held)` tokens of them.
 
-    The cache is a value: a turn that goes wrong, or whose rendering does not continue what is held,
-    starts again from an empty one.
+    With `chat`, turns are messages that the model's template renders; without, each text is appended to
+    the tokens so far. When a new rendering does not continue what is held, the cache is taken back to the
+    last place before the difference whose state is known, and only the rest is computed. snapshots: by
+    number of tokens, taken before and after the prompt of each turn. forgotten: tokens that context shifts
+    dropped.
     """
 
-    def __init__(self, model: Model, settings: dict[str, Any], system: str | None) -> None:
-        self.model = model
+    def __init__(
+        self, model: Model, settings: dict[str, Any], system: str | None = None, chat: bool = True
+    ) -> None:
+        self.model, self.chat = model, chat
         context = model.params.hparams.context_length or DEFAULT_CONTEXT
         if settings["n_ctx"] is None:
             settings = settings | {"n_ctx": min(context, DEFAULT_CONTEXT)}
         self.settings = Settings(**settings)
+        self.settings.check_model(model)
         self.messages: list[dict[str, str]] = []
         if system:
             self.messages.append({"role": "system", "content": system})
+        self.tokens: list[int] = []  # of the whole text, without a template
+        self.turns: list[int] = []  # how many messages or tokens there were before each turn
         self.computed = 0  # tokens run through the model by the last prompt
-        self._forget()
+        self.forget()
 
-    def _forget(self) -> None:
-        n_ctx = self.settings.n_ctx or DEFAULT_CONTEXT
+    @property
+    def n_ctx(self) -> int:
+        return self.settings.n_ctx or DEFAULT_CONTEXT
+
+    def forget(self) -> None:
+        """Start from an empty cache; what was said stays."""
         params = self.model.params
-        self.cache: Cache | None = create_cache(params.hparams, n_ctx, dtype=params.dtype)
+        self.cache: Cache | None = create_cache(
+            params.hparams, self.n_ctx, dtype=params.dtype, n_rollback=self.settings.n_rollback
+        )
         self.held: list[int] = []
+        self.snapshots: dict[int, Snapshot] = {}
+        self.forgotten = 0
+
+    # ------------------------------------------------------------------------------------- turns
 
     def say(self, text: str, show: Any) -> Result:
         """One turn: `show(text)` is called with each new piece; the reply is remembered."""
         messages = [*self.messages, {"role": "user", "content": text}]
-        prompt = self.model.tokenizer.encode_chat(messages)
-        n_ctx, hp = self.settings.n_ctx, self.model.params.hparams
-        if n_ctx is not None and not hp.is_recurrent and len(prompt) > n_ctx:
-            raise UsageError(
-                f"the conversation has {len(prompt)} tokens, the context holds {n_ctx}; "
-                "start again or raise --ctx"
-            )
-        if self.cache is None or self.held != prompt[: len(self.held)] or self.held == prompt:
-            self._forget()
+        prompt = self._prompt(messages, text)
+        self._meet(prompt)
         assert self.cache is not None
         new = prompt[len(self.held) :]
+        self._check_room(prompt, new)
         self.computed = len(new)
         timings, text_so_far, tokens = Timings(), "", []
         finish_reason, cache_bytes = "interrupted", {}
+        self._remember(self.cache, len(self.held))
         cache, self.cache = self.cache, None  # it is consumed; what fails midway has none left
         try:
+            if self.settings.context_shift != "off" and self.model.params.hparams.attention_layer_indices:
+                cache, forgotten = make_room(cache, 0, len(new), self.n_ctx, self.settings)
+                self._shifted(forgotten)
             with Clock() as clock:
                 logits, cache = prefill(self.model, cache, [new], self.settings)
             timings.prompt, timings.compile = clock.run, clock.compile
-            session = Session(self.model, cache, [prompt], [len(prompt)], 0, self.settings, timings)
-            for piece in session.run(logits):
+            self._remember(cache, len(prompt))
+            filled = int(seq_pos_max(cache, 0)) + 1
+            rows = Generation(self.model, cache, [prompt], [filled], 0, self.settings, timings)
+            for piece in rows.run(logits):
                 text_so_far += piece.text
                 tokens.extend(piece.tokens)
                 if piece.result is not None:
                     finish_reason = piece.result.finish_reason
                     cache_bytes = piece.result.cache_bytes
-                    self._keep(session.cache, prompt + tokens)
+                    self._shifted(rows.forgotten[0])
+                    self._keep(rows.cache, prompt + tokens)
                 show(piece.text)
         except KeyboardInterrupt:
             if not tokens:
                 raise
         finally:
             if self.cache is None:
-                self._forget()
+                self.forget()
+        self.turns.append(len(self.messages) if self.chat else len(self.tokens))
         self.messages = [*messages, {"role": "assistant", "content": text_so_far}]
+        self.tokens = prompt + tokens
         return Result(0, text_so_far, tokens, len(prompt), finish_reason, timings, cache_bytes)
+
+    def undo(self) -> None:
+        """Take the last turn back. UsageError when there is none."""
+        if not self.turns:
+            raise UsageError("there is no turn to take back")
+        n = self.turns.pop()
+        if self.chat:
+            self.messages = self.messages[:n]
+        else:
+            self.tokens = self.tokens[:n]
+
+    def edit(self, text: str, show: Any) -> Result:
+        """Say `text` instead of the last turn; what came before it is not computed again."""
+        before = (list(self.turns), self.messages, self.tokens)
+        self.undo()
+        try:
+            return self.say(text, show)
+        except UsageError:
+            self.turns, self.messages, self.tokens = before
+            raise
+
+    # --------------------------------------------------------------------------------- the cache
+
+    def _prompt(self, messages: list[dict[str, str]], text: str) -> list[int]:
+        if self.chat:
+            return self.model.tokenizer.encode_chat(messages)
+        prompt = self.tokens + self.model.tokenizer.encode(text)
+        if not prompt:
+            raise UsageError("the prompt is empty: it has no tokens to continue from")
+        return prompt
+
+    def _meet(self, prompt: list[int]) -> None:
+        """Take the cache back until it holds less than the prompt and nothing else."""
+        common = 0
+        for a, b in zip(self.held, prompt[:-1], strict=False):
+            if a != b:
+                break
+            common += 1
+        if self.cache is None or (common < len(self.held) and not self._take_back(common)):
+            self.forget()
+
+    def _take_back(self, n: int) -> bool:
+        """Take the cache back to at most `n` tokens; False when there is no such place."""
+        assert self.cache is not None
+        if self.forgotten:
+            return False
+        there = {p + 1 for p in restorable_positions(self.cache, 0)}
+        for length in sorted((there | self.snapshots.keys()), reverse=True):
+            if not 0 < length <= n:
+                continue
+            if length in there:
+                self.cache, ok = seq_rm(self.cache, 0, length, -1)
+                if not bool(ok):
+                    continue
+            else:
+                try:
+                    self.cache = rewind(self.cache, 0, self.snapshots[length])
+                except JaxHybridError:
+                    continue
+            self.held = self.held[:length]
+            self.snapshots = {k: s for k, s in self.snapshots.items() if k <= length}
+            return True
+        return False
+
+    def _remember(self, cache: Cache, length: int) -> None:
+        """A snapshot where only a state leads back."""
+        if cache.recurrent is None or self.forgotten or length == 0:
+            return
+        self.snapshots[length] = checkpoint(cache, 0)
+        while len(self.snapshots) > MAX_SNAPSHOTS:
+            del self.snapshots[min(self.snapshots)]
+
+    def _shifted(self, forgotten: int) -> None:
+        if forgotten:
+            self.forgotten += forgotten
+            self.snapshots = {}
 
     def _keep(self, cache: Cache, tokens: list[int]) -> None:
         """Remember a cache if it holds a prefix of `tokens`: a stop string may have run past them."""
-        filled = int(seq_pos_max(cache, 0)) + 1
+        filled = int(seq_pos_max(cache, 0)) + 1 + self.forgotten
+        if filled > len(tokens) and not self.forgotten:
+            back, ok = seq_rm(cache, 0, len(tokens), -1)
+            cache, filled = (back, len(tokens)) if bool(ok) else (cache, filled)
         if filled <= len(tokens):
             self.cache, self.held = cache, tokens[:filled]
 
+    def _check_room(self, prompt: list[int], new: list[int]) -> None:
+        if self.model.params.hparams.is_recurrent:
+            return
+        shifts = self.settings.context_shift != "off"
+        needed = len(new) + self.settings.keep if shifts else len(prompt)
+        if needed > self.n_ctx:
+            raise UsageError(
+                f"the conversation has {len(prompt)} tokens, the context holds {self.n_ctx}; "
+                "start again or raise --ctx"
+            )
 
-def converse(model: Model, settings: dict[str, Any], system: str | None, quiet: bool) -> int:
-    """Talk until end of input. Ctrl-C ends a reply, and at the prompt the conversation."""
+
+def converse(conversation: Conversation, quiet: bool, save_to: Path | None = None) -> int:
+    """Talk until end of input. Ctrl-C ends a reply, and at the prompt the conversation.
+
+    save_to: where the session is kept after every turn.
+    """
     try:
         import readline  # noqa: F401  line editing and history, where the platform has it
     except ImportError:
         pass
-    conversation = Conversation(model, settings, system)
     if not quiet:
-        print("Type a message. Ctrl-C ends a reply, Ctrl-D the conversation.", file=sys.stderr)
+        print(
+            "Type a message. /edit TEXT says it instead of the last, /undo takes the last back. "
+            "Ctrl-C ends a reply, Ctrl-D the conversation.",
+            file=sys.stderr,
+        )
     while True:
         try:
             text = input("> ")
@@ -104,18 +233,39 @@ def converse(model: Model, settings: dict[str, Any], system: str | None, quiet: 
         if not text.strip():
             continue
         try:
-            result = conversation.say(text, _show)
+            result = _turn(conversation, text)
+            if save_to is not None:
+                from jaxhybrid.session import save_session
+
+                save_session(save_to, conversation)
         except KeyboardInterrupt:
             print()
             continue
         except JaxHybridError as error:
             print(f"error: {error}", file=sys.stderr)
             continue
+        if result is None:
+            continue
         print()
         if not quiet:
-            print(report(model, [result], computed=conversation.computed), file=sys.stderr)
+            print(report(conversation.model, [result], computed=conversation.computed), file=sys.stderr)
 
 
-def _show(text: str) -> None:
+def _turn(conversation: Conversation, text: str) -> Result | None:
+    command, _, rest = text.strip().partition(" ")
+    if command == "/undo":
+        conversation.undo()
+        return None
+    if command == "/edit":
+        if not rest.strip():
+            raise UsageError("/edit: give the text to say instead")
+        return conversation.edit(rest, show)
+    if command.startswith("/") and command.isascii() and command[1:].isalpha():
+        raise UsageError(f"{command}: the commands are /edit TEXT and /undo; begin with a space to say it")
+    return conversation.say(text, show)
+
+
+def show(text: str) -> None:
+    """Print a piece of a reply as it comes."""
     sys.stdout.write(text)
     sys.stdout.flush()

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from jaxhybrid.errors import JaxHybridError, UsageError
 
 if TYPE_CHECKING:
-    from jaxhybrid.engine import Model, Piece, Result
+    from jaxhybrid.settings import Model, Piece, Result
 
 INTERRUPTED = 130  # what a shell reports for a command ended by Ctrl-C
 
@@ -44,6 +44,9 @@ def build_parser() -> argparse.ArgumentParser:
     add("--chat", action="store_true", help="talk to the model through its chat template")
     add("--system", metavar="TEXT", help="a system message for --chat")
     add("--echo", action="store_true", help="print the prompt before the text")
+    add("--save-session", metavar="DIR", help="keep the conversation there; each prompt is a turn")
+    add("--load-session", metavar="DIR", help="go on with a conversation that was kept")
+    add("--edit-last", action="store_true", help="the prompt replaces the last turn of the loaded session")
     add("--json", action="store_true", help="one JSON object per result instead of text")
     add("--quiet", action="store_true", help="no report on standard error")
     add("--debug", action="store_true", help="show the traceback of an error")
@@ -53,6 +56,19 @@ def build_parser() -> argparse.ArgumentParser:
     add("--ctx", type=int, metavar="N", help="tokens a sequence can hold (default: as needed)")
     add("--batch-size", type=int, default=16, metavar="N", help="prompts side by side (default 16)")
     add("--ubatch", type=int, default=512, metavar="N", help="tokens per prefill step (default 512)")
+    add(
+        "--context-shift",
+        nargs="?",
+        const="exact",
+        default="off",
+        choices=["exact", "lossy"],
+        help="when the context is full, forget its older half; models with recurrent layers need 'lossy'",
+    )
+    drafting = parser.add_argument_group("speculative decoding: the same text in fewer steps")
+    add = drafting.add_argument
+    add("--ngram", type=int, default=0, metavar="N", help="guess what followed the same N tokens before")
+    add("--draft", metavar="PATH", help="guess with a smaller model of the same tokenizer")
+    add("--draft-tokens", type=int, default=4, metavar="K", help="tokens a guess (default 4)")
     sampling = parser.add_argument_group("sampling")
     add = sampling.add_argument
     add("--max-tokens", type=int, metavar="N", help="most tokens to write (default 256)")
@@ -92,16 +108,22 @@ def _run(args: argparse.Namespace) -> int:
     prompts = _prompts(args)
     _use_compilation_cache()
     from jaxhybrid import engine
-    from jaxhybrid.conversation import converse
+    from jaxhybrid.conversation import Conversation, converse
     from jaxhybrid.report import load_model, report
+    from jaxhybrid.settings import Settings
 
     settings = _settings(args)
-    engine.Settings(**settings)  # complain before a long load
+    Settings(**settings)  # complain before a long load
     _use_utf8(sys.stdout)
     model = load_model(args.model, args.dtype)
     settings["stop_tokens"] = tuple(_stop_token(model, text) for text in args.stop_token)
+    if args.draft is not None:
+        settings["draft"] = load_model(args.draft, args.dtype)
+    Settings(**settings).check_model(model)
+    if args.save_session or args.load_session:
+        return _run_session(args, model, settings, prompts)
     if prompts is None:
-        return converse(model, settings, args.system, quiet=args.quiet)
+        return converse(Conversation(model, settings, args.system), quiet=args.quiet)
     wanted: list[Any] = list(prompts)
     if args.chat:
         system = [{"role": "system", "content": args.system}] if args.system else []
@@ -114,11 +136,45 @@ def _run(args: argparse.Namespace) -> int:
     return INTERRUPTED if interrupted else 0
 
 
+def _run_session(
+    args: argparse.Namespace, model: Model, settings: dict[str, Any], prompts: list[str] | None
+) -> int:
+    """A conversation that is loaded, kept or both: turn by turn from the prompts, or on the terminal."""
+    from jaxhybrid.conversation import Conversation, converse, show
+    from jaxhybrid.report import report
+    from jaxhybrid.session import load_session, save_session
+
+    save_to = Path(args.save_session) if args.save_session else None
+    if args.load_session:
+        conversation = load_session(args.load_session, model, settings)
+        if conversation.chat != args.chat:
+            kind = "with" if conversation.chat else "without"
+            raise UsageError(f"--load-session {args.load_session}: it was kept {kind} --chat")
+    else:
+        conversation = Conversation(model, settings, args.system, chat=args.chat)
+    if prompts is None:
+        return converse(conversation, args.quiet, save_to)
+    for i, prompt in enumerate(prompts):
+        say = conversation.edit if args.edit_last and i == 0 else conversation.say
+        if not args.json and len(prompts) > 1:
+            print(f"=== prompt {i + 1}")
+        result = say(prompt, (lambda text: None) if args.json else show)
+        result.index = i
+        print(json.dumps(_as_json(result, prompt), ensure_ascii=False) if args.json else "", flush=True)
+        if save_to is not None:
+            save_session(save_to, conversation)
+        if not args.quiet:
+            print(report(model, [result], computed=conversation.computed), file=sys.stderr)
+        if result.finish_reason == "interrupted":
+            return INTERRUPTED
+    return 0
+
+
 # ------------------------------------------------------------------------------------- arguments
 
 
 def _settings(args: argparse.Namespace) -> dict[str, Any]:
-    """The arguments as fields of `engine.Settings`."""
+    """The arguments as fields of `Settings`."""
     return {
         "max_tokens": 256 if args.max_tokens is None else args.max_tokens,
         "temperature": args.temperature,
@@ -134,6 +190,9 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
         "n_ctx": args.ctx,
         "n_ubatch": args.ubatch,
         "batch_size": args.batch_size,
+        "ngram": args.ngram,
+        "draft_tokens": args.draft_tokens,
+        "context_shift": args.context_shift,
     }
 
 
@@ -141,6 +200,12 @@ def _prompts(args: argparse.Namespace) -> list[str] | None:
     """All prompts, those of --prompt first; None for a conversation on a terminal."""
     if args.system is not None and not args.chat:
         raise UsageError("--system needs --chat")
+    if args.edit_last and not args.load_session:
+        raise UsageError("--edit-last needs --load-session")
+    if args.system is not None and args.load_session:
+        raise UsageError("--system cannot be changed in a session that is loaded")
+    if args.ngram and args.draft:
+        raise UsageError("--ngram and --draft cannot be used together; choose one")
     found = list(args.prompt) + [_read_prompt(Path(name)) for name in args.prompt_file]
     if found:
         return found
@@ -190,7 +255,7 @@ def _print_pieces(
     pieces: Iterator[Piece], prompts: list[str], lengths: list[int], args: argparse.Namespace
 ) -> tuple[list[Result], bool]:
     """Print text as it comes, prompts in order. Returns the results and whether Ctrl-C ended it."""
-    from jaxhybrid.engine import Result, Timings
+    from jaxhybrid.settings import Result, Timings
 
     timings: dict[int, Timings] = {}
     several = len(prompts) > 1

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from jaxhybrid.engine import Model, Result, load
+from jaxhybrid.engine import load
+from jaxhybrid.settings import Model, Result
 
 SHOW_AFTER = 1.0  # seconds of loading before a progress bar is worth its place
 
@@ -62,6 +63,9 @@ def report(model: Model, results: Sequence[Result], computed: int | None = None)
         f"load {model.load_seconds:.1f} s",
         f"weights {_size(model.weight_bytes)}",
     ]
+    steps = sum(t.steps for t in timings)
+    if steps:  # rows of a batch share the steps
+        parts.insert(2, f"{written / len(results) / steps * len(timings):.1f} tokens a step")
     largest: dict[str, int] = {}
     for result in results:
         for child, size in result.cache_bytes.items():

@@ -217,7 +217,7 @@ def load(folder: Path, model: str, use_stand_in: bool) -> tuple[Params | None, b
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("names", nargs="*", help="traces to replay, as NAME or MODEL (default: all)")
     parser.add_argument("--stand-in", action="store_true")

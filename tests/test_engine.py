@@ -10,10 +10,11 @@ import pytest
 import tiny
 
 import jaxhybrid as jh
-from jaxhybrid import conversation, engine
+from jaxhybrid import conversation, generation
 from jaxhybrid.conversation import Conversation
 from jaxhybrid.errors import UsageError
 from jaxhybrid.model import forward
+from jaxhybrid.settings import Settings, Timings
 
 PROMPT = "hello"
 WANTED = {"max_tokens": 12, "n_ctx": 64}
@@ -87,8 +88,8 @@ def test_the_end_of_text_token_stops_unless_ignored(tmp_path, greedy):
 
 
 def test_a_special_token_as_stop_string_stops_as_a_token(model):
-    session = engine.Session(
-        model, None, [[1]], [1], 0, engine.Settings(stop=("<|user|>", "text")), engine.Timings()
+    session = generation.Generation(
+        model, None, [[1]], [1], 0, Settings(stop=("<|user|>", "text")), Timings()
     )  # type: ignore[arg-type]
     assert model.tokenizer.token_id("<|user|>") in session.stop_ids
 
@@ -161,9 +162,8 @@ def test_a_turn_computes_only_what_is_new(model, talk):
     fresh.messages = list(talk.messages[:2])
     again = fresh.say("more", lambda text: None)
     assert again.text == second.text and fresh.computed == second.prompt_tokens
-    if first.text == model.tokenizer.decode(model.tokenizer.encode(first.text)):
-        # the reply is part of the next prompt token for token, so the cache serves
-        assert talk.computed in (second.prompt_tokens - held, second.prompt_tokens)
+    # at least the first prompt is part of the next one; the reply is if its text has the same tokens
+    assert second.prompt_tokens - held <= talk.computed <= second.prompt_tokens - first.prompt_tokens
 
 
 def test_a_cache_that_continues_the_prompt_is_used(model, talk, monkeypatch):

@@ -66,16 +66,19 @@ class Sizes:
         """Checked: CheckpointError naming the field that no cache has."""
         if not isinstance(values, dict):
             raise CheckpointError("sizes: missing from the saved cache")
+        kinds = {"int": int, "bool": bool, "str": str}
         for field in dataclasses.fields(Sizes):
-            value = values.get(field.name)
-            wanted = {"int": int, "bool": bool, "str": str}[str(field.type)]
-            if type(value) is not wanted or (wanted is int and not 1 <= value < 2**31):
-                raise CheckpointError(f"sizes.{field.name}: {value!r} in the saved cache")
-            if wanted is str:
+            value: Any = values.get(field.name)
+            fits = type(value) is kinds[str(field.type)]
+            if fits and isinstance(value, str):
                 try:
                     jnp.dtype(value)
                 except TypeError:
-                    raise CheckpointError(f"sizes.{field.name}: {value!r} is no dtype") from None
+                    fits = False
+            elif fits and not isinstance(value, bool):
+                fits = 1 <= value < 2**31
+            if not fits:
+                raise CheckpointError(f"sizes.{field.name}: {value!r} in the saved cache")
         return Sizes(**{field.name: values[field.name] for field in dataclasses.fields(Sizes)})
 
 

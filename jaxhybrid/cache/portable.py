@@ -83,8 +83,8 @@ def _taken(child: cells.AttentionCache, seq: Array) -> tuple[Array, Array, list[
     mine = cells.held(child)[seq]
     stream = 0 if child.unified else seq
     order = jnp.argsort(jnp.where(mine, child.positions[stream], jnp.iinfo(jnp.int32).max), stable=True)
-    buffers = ([b[stream][:, order] for b in layers] for layers in (child.keys, child.values))
-    return child.positions[stream][order], child.tokens[stream][order], *buffers
+    keys, values = ([b[stream][:, order] for b in layers] for layers in (child.keys, child.values))
+    return child.positions[stream][order], child.tokens[stream][order], keys, values
 
 
 def _put_cells(child: cells.AttentionCache, seq: int, name: str, arrays: Arrays) -> cells.AttentionCache:

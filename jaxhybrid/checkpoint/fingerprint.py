@@ -29,7 +29,7 @@ def check(saved: dict[str, Any], params: Params, path: object) -> None:
     """CheckpointError naming the first field in which a saved description differs from `params`."""
     mine = describe(params)
     pairs = [("architecture", saved.get("architecture"), mine["architecture"])]
-    fields = saved.get("hparams") if isinstance(saved.get("hparams"), dict) else {}
+    fields = dict(saved.get("hparams") or {})
     for name in sorted(mine["hparams"].keys() | fields.keys()):
         pairs.append((f"hparams.{name}", fields.get(name), mine["hparams"].get(name)))
     pairs.append(("weights", saved.get("weights"), mine["weights"]))
