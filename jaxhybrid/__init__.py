@@ -24,7 +24,10 @@ from jaxhybrid.cache import (
     state_bytes,
     try_rewind,
 )
-from jaxhybrid.checkpoint import (
+from jaxhybrid.driver import decode
+from jaxhybrid.engine import generate, load, stream
+from jaxhybrid.errors import BatchError, CacheFullError, CheckpointError, JaxHybridError, RefusedError
+from jaxhybrid.files import (
     load_cache,
     load_params,
     load_sequence,
@@ -32,9 +35,6 @@ from jaxhybrid.checkpoint import (
     save_params,
     save_sequence,
 )
-from jaxhybrid.driver import decode
-from jaxhybrid.engine import generate, load, stream
-from jaxhybrid.errors import BatchError, CacheFullError, CheckpointError, JaxHybridError, RefusedError
 from jaxhybrid.hparams import Hparams
 from jaxhybrid.model import forward, init_params, spec, step
 from jaxhybrid.params import Params

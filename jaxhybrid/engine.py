@@ -13,10 +13,10 @@ import jax
 import numpy as np
 
 from jaxhybrid.cache import create_cache
-from jaxhybrid.checkpoint.hub import resolve_model
-from jaxhybrid.checkpoint.load import Progress, load_params
 from jaxhybrid.clock import Clock
 from jaxhybrid.errors import UsageError
+from jaxhybrid.files.hub import resolve_model
+from jaxhybrid.files.load import Progress, load_params
 from jaxhybrid.generation import Generation, prefill
 from jaxhybrid.settings import Model, Piece, Prompt, Settings, Timings
 

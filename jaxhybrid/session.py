@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from jaxhybrid.cache.portable import put_sequence, take_sequence
-from jaxhybrid.checkpoint import fingerprint, store
-from jaxhybrid.checkpoint.cache_files import snapshot_arrays, snapshot_of
 from jaxhybrid.conversation import Conversation
 from jaxhybrid.errors import CheckpointError
+from jaxhybrid.files import fingerprint, store
+from jaxhybrid.files.cache_files import snapshot_arrays, snapshot_of
 from jaxhybrid.settings import Model
 
 

@@ -116,8 +116,8 @@ def write_random_model(config: dict[str, Any], folder: Path) -> None:
     """Random weights of a config.json in Hugging Face layout."""
     import jax
 
-    from jaxhybrid.checkpoint import save_params
     from jaxhybrid.families import hparams_from_config
+    from jaxhybrid.files import save_params
     from jaxhybrid.model import init_params
 
     save_params(init_params(hparams_from_config(config), jax.random.key(0)), folder, config)

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import tiny_text
 from tokenizers import Tokenizer
 
-from jaxhybrid.checkpoint.config import write_json
 from jaxhybrid.engine import generate, load
+from jaxhybrid.files.config import write_json
 
 CHAT_TEMPLATE = """\
 {%- for message in messages -%}

@@ -30,9 +30,9 @@ import tiny_export
 import tiny_text
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from jaxhybrid.checkpoint import load_params, save_params
-from jaxhybrid.checkpoint.config import write_json
 from jaxhybrid.families import hparams_from_config
+from jaxhybrid.files import load_params, save_params
+from jaxhybrid.files.config import write_json
 from jaxhybrid.model import forward, init_params
 from jaxhybrid.params import Params
 

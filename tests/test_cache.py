@@ -14,7 +14,10 @@ from jaxhybrid.errors import UsageError
 from jaxhybrid.model import BAD_ROW, NO_ROOM, OK
 
 N_SEQ, N_CTX, WIDTH = 3, 32, 4
-KINDS = [("attention", False), ("attention", True), ("recurrent", False), ("hybrid", False), ("hybrid", True)]
+KINDS = [
+    *((name, unified) for name in ("attention", "hybrid", *tiny.WINDOWED) for unified in (False, True)),
+    ("recurrent", False),
+]
 NEAR = {"atol": 1e-5}  # float32 rounding where other shapes or cells change the order of sums
 
 step = jax.jit(jh.step)
@@ -27,7 +30,14 @@ def kind(request):
 
 def empty(kind):
     name, unified = kind
-    return jh.create_cache(tiny.hparams(name), N_CTX, N_SEQ, unified=unified, cell_multiple=8)
+    # steps have up to N_SEQ rows of WIDTH tokens
+    return jh.create_cache(
+        tiny.hparams(name), N_CTX, N_SEQ, unified=unified, n_ubatch=WIDTH * N_SEQ, cell_multiple=8
+    )
+
+
+def has_state(kind):
+    return kind[0] not in ("attention", "sliding_window")
 
 
 def feed(kind, cache, *rows):
@@ -52,7 +62,7 @@ def ends(cache):
 
 def first_position(kind, end):
     """A recurrent state knows the tail only, so that is the first position every child holds."""
-    return end if kind[0] != "attention" else 0
+    return end if has_state(kind) else 0
 
 
 # ------------------------------------------------------------------------------------------ making
@@ -62,15 +72,20 @@ def test_predicates_choose_the_children(kind):
     cache = empty(kind)
     assert cache.kind == kind[0]
     assert (cache.attention is None) == (kind[0] == "recurrent")
-    assert (cache.recurrent is None) == (kind[0] == "attention")
+    assert (cache.recurrent is None) == (not has_state(kind))
+    assert (cache.windowed is None) == (kind[0] not in tiny.WINDOWED)
     sizes = jh.state_bytes(cache)
+    hp = tiny.hparams(kind[0])
     if cache.attention is not None:
         assert cache.n_cells == N_CTX
-        layers, cells = tiny.KINDS[kind[0]], N_CTX * (1 if kind[1] else N_SEQ)
-        assert sizes["attention"] == dict.fromkeys(layers, 2 * cells * 2 * 4 * 4)
+        streams = 1 if kind[1] else N_SEQ
+        # a window of 5 (of each sequence when unified) and a ubatch of 12, in eights
+        cells = {i: {False: 24, True: 32}[kind[1]] if hp.is_windowed_layer(i) else N_CTX for i in range(3)}
+        expected = {i: 2 * streams * cells[i] * 2 * 4 * 4 for i in hp.attention_layer_indices}
+        assert sizes["attention"] == expected
     if cache.recurrent is not None:
         state = 3 * (32 + 2 * 2 * 6) + 4 * 8 * 6
-        layers = [i for i in range(2) if i not in tiny.KINDS[kind[0]]]
+        layers = hp.recurrent_layer_indices
         assert sizes["recurrent"] == dict.fromkeys(layers, (N_SEQ + 1) * state * 4)
 
 
@@ -108,7 +123,7 @@ def test_clear_forgets_everything(kind, data):
     cache = jh.clear(filled(kind), data=data)
     assert ends(cache) == [(-1, -1)] * N_SEQ
     if data:
-        for child in (cache.attention, cache.recurrent):
+        for child in (cache.attention, cache.windowed, cache.recurrent):
             buffers = child and (getattr(child, "keys", None) or child.states)
             assert all(not np.any(leaf) for leaf in jax.tree.leaves(buffers))
     again, _ = feed(kind, cache, (0, [1, 2, 3, 4]), (1, [5, 6]))
@@ -135,7 +150,7 @@ def test_removing_a_sequence_leaves_the_others(kind):
 def test_a_state_cannot_be_cut_back_unless_lossy(kind, p0, p1):
     cache = filled(kind)
     cut, ok = jh.seq_rm(cache, 0, p0, p1)
-    if kind[0] == "attention":
+    if not has_state(kind):
         assert bool(ok) and not jh.is_lossy(cut, 0)
         assert ends(cut)[0] == {(2, -1): (0, 1), (0, 2): (2, 3), (1, 3): (0, 3)}[p0, p1]
         return
@@ -207,7 +222,7 @@ def test_states_are_shared_until_one_side_writes():
 def test_copying_part_of_a_sequence(kind):
     cache = filled(kind)
     part, ok = jh.seq_cp(cache, 0, 2, 0, 2)
-    if kind[0] == "attention":
+    if not has_state(kind):
         assert bool(ok) and ends(part)[2] == (0, 1)
         logits, _ = feed(kind, part, (2, [3]))
         alone, _ = feed(kind, empty(kind), (0, [1, 2, 3]))
@@ -265,20 +280,22 @@ def test_operations_are_the_same_under_jit_with_traced_numbers(kind):
 def test_what_lies_in_unused_cells_and_slots_never_matters(kind):
     cache = filled(kind)
     expected, _ = feed(kind, cache, (0, [7]), (1, [8]), (2, [9]))
-    attention, recurrent = cache.attention, cache.recurrent
-    if attention is not None:
-        unused = (np.asarray(attention.positions) < 0)[:, None, :, None]
-        attention = attention.replace(
-            keys=tuple(jnp.where(unused, jnp.nan, k) for k in attention.keys),
-            values=tuple(jnp.where(unused, 1e30, v) for v in attention.values),
+    recurrent = cache.recurrent
+
+    def poisoned_cells(child):
+        unused = (np.asarray(child.positions) < 0)[:, None, :, None]
+        return child.replace(
+            keys=tuple(jnp.where(unused, jnp.nan, k) for k in child.keys),
+            values=tuple(jnp.where(unused, 1e30, v) for v in child.values),
         )
+
     if recurrent is not None:
         used = {*np.asarray(recurrent.slots)[:, 0].tolist(), recurrent.zero_slot}
         free = [s for s in range(recurrent.zero_slot) if s not in used]
         assert free
         poison = partial(jax.tree.map, lambda a: a.at[jnp.asarray(free)].set(jnp.nan))
         recurrent = recurrent.replace(states=poison(recurrent.states))
-    poisoned = cache.replace(attention=attention, recurrent=recurrent)
+    poisoned = cache.with_cells(poisoned_cells).replace(recurrent=recurrent)
     logits, _ = feed(kind, poisoned, (0, [7]), (1, [8]), (2, [9]))
     np.testing.assert_array_equal(logits, expected)
 

@@ -15,10 +15,10 @@ import safetensors.numpy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxhybrid.checkpoint import config as config_module
-from jaxhybrid.checkpoint.config import read_config, write_json
-from jaxhybrid.checkpoint.tensors import TensorFiles, write_safetensors
 from jaxhybrid.errors import CheckpointError
+from jaxhybrid.files import config as config_module
+from jaxhybrid.files.config import read_config, write_json
+from jaxhybrid.files.tensors import TensorFiles, write_safetensors
 
 KINDS = [
     np.float64, np.float32, np.float16, ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn,

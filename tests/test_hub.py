@@ -17,14 +17,14 @@ import numpy as np
 import pytest
 from safetensors.numpy import save
 
-from jaxhybrid.checkpoint.hub import resolve_model
 from jaxhybrid.errors import CheckpointError, UsageError
+from jaxhybrid.files.hub import resolve_model
 
 ROOT = Path(__file__).parents[1]
 # The hub library reads its environment at import, so each call that needs one gets a process.
 DRIVER = """
 import json, sys
-from jaxhybrid.checkpoint.hub import resolve_model
+from jaxhybrid.files.hub import resolve_model
 from jaxhybrid.errors import CheckpointError
 results = []
 for model, options in json.loads(sys.argv[1]):

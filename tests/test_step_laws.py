@@ -16,13 +16,17 @@ TOLERANCE = 1e-5
 """float32 sums over other shapes and cells; logits here are below 4."""
 
 step = jax.jit(jh.step)
-kinds = pytest.mark.parametrize("kind", tiny.KINDS)
+kinds = pytest.mark.parametrize("kind", [*tiny.KINDS, *tiny.WINDOWED])
 layouts = pytest.mark.parametrize("unified", [False, True], ids=["streams", "unified"])
 examples = settings(max_examples=20)
 
 
 def new_cache(kind, unified=False):
-    return jh.create_cache(tiny.hparams(kind), N_CTX, N_SEQ, unified=unified, cell_multiple=8)
+    # few cells for a window, so that they are used again
+    n_ubatch = max(WIDTHS) * (N_SEQ if unified else 1)
+    return jh.create_cache(
+        tiny.hparams(kind), N_CTX, N_SEQ, unified=unified, n_ubatch=n_ubatch, cell_multiple=8
+    )
 
 
 @remember

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from jaxhybrid.checkpoint import save_params
 from jaxhybrid.families import hparams_from_config
+from jaxhybrid.files import save_params
 from jaxhybrid.hparams import AttentionHparams, Hparams, Mamba2Hparams, MlpHparams, RopeHparams
 from jaxhybrid.model import init_params
 from jaxhybrid.params import Params

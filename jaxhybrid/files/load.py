@@ -14,11 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jaxhybrid.checkpoint.config import read_config, write_json
-from jaxhybrid.checkpoint.hub import resolve_model
-from jaxhybrid.checkpoint.tensors import TensorFiles, write_safetensors
 from jaxhybrid.errors import CheckpointError
 from jaxhybrid.families import Source, family, hparams_from_config, tensors_of
+from jaxhybrid.files.config import read_config, write_json
+from jaxhybrid.files.hub import resolve_model
+from jaxhybrid.files.tensors import TensorFiles, write_safetensors
 from jaxhybrid.model import spec
 from jaxhybrid.params import Params, TensorSpec, flatten, unflatten
 

@@ -23,8 +23,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxhybrid.checkpoint.config import parse_json, read_bytes
 from jaxhybrid.errors import CheckpointError
+from jaxhybrid.files.config import parse_json, read_bytes
 
 FORMAT = 1
 _ABOUT, _ARRAYS = "about.json", "arrays"

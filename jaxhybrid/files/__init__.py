@@ -1,7 +1,7 @@
 """Models, caches and sequences on disk."""
 
-from jaxhybrid.checkpoint.cache_files import load_cache, load_sequence, save_cache, save_sequence
-from jaxhybrid.checkpoint.load import load_params, save_params
+from jaxhybrid.files.cache_files import load_cache, load_sequence, save_cache, save_sequence
+from jaxhybrid.files.load import load_params, save_params
 
 __all__ = [
     "load_cache",

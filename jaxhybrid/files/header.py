@@ -14,8 +14,8 @@ from typing import Any, TypeGuard
 import ml_dtypes
 import numpy as np
 
-from jaxhybrid.checkpoint.config import parse_json, show, unreadable
 from jaxhybrid.errors import CheckpointError
+from jaxhybrid.files.config import parse_json, show, unreadable
 
 DTYPES = {
     name: np.dtype(kind)

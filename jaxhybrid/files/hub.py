@@ -5,9 +5,9 @@ import os
 import re
 from pathlib import Path
 
-from jaxhybrid.checkpoint.config import holds, show
-from jaxhybrid.checkpoint.tensors import find_files
 from jaxhybrid.errors import CheckpointError, UsageError
+from jaxhybrid.files.config import holds, show
+from jaxhybrid.files.tensors import find_files
 
 # What a model folder needs; weights in other formats and in subfolders stay on the hub.
 WANTED = [

@@ -14,8 +14,8 @@ from jaxhybrid.cache.create import Sizes, build
 from jaxhybrid.cache.hybrid import Cache
 from jaxhybrid.cache.portable import Arrays, put_sequence, take_sequence
 from jaxhybrid.cache.snapshots import Snapshot, checkpoint, rewind
-from jaxhybrid.checkpoint import fingerprint, store
 from jaxhybrid.errors import CheckpointError, RefusedError
+from jaxhybrid.files import fingerprint, store
 from jaxhybrid.params import Params
 
 

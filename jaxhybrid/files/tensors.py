@@ -11,9 +11,9 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
-from jaxhybrid.checkpoint.config import atomic_path, holds, parse_json, read_bytes, show, unreadable
-from jaxhybrid.checkpoint.header import AGAIN, DTYPES, TensorPlace, read_header, unique_keys
 from jaxhybrid.errors import CheckpointError
+from jaxhybrid.files.config import atomic_path, holds, parse_json, read_bytes, show, unreadable
+from jaxhybrid.files.header import AGAIN, DTYPES, TensorPlace, read_header, unique_keys
 
 
 class TensorFiles:
