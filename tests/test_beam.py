@@ -211,6 +211,13 @@ def test_more_beams_than_continuations():
     assert [tuple(t) for t in lists(tokens)] == [*sorted(every, key=lambda ab: -every[ab]), ()]
     np.testing.assert_allclose(np.asarray(scores)[:-1], sorted(every.values(), reverse=True), atol=1e-5)
     assert scores[-1] == -np.inf
+    stop = int(np.argmax(first))
+    tokens, scores, _ = beam.beam_search(
+        params, cache, out.logits[0], n_beams=n_beams, n_tokens=2, stop_ids=[stop]
+    )
+    ended = {(a,): first[a] for a in [stop]} | {ab: score for ab, score in every.items() if ab[0] != stop}
+    assert [tuple(t) for t in lists(tokens)] == [*sorted(ended, key=lambda t: -ended[t]), (), (), ()]
+    assert np.isfinite(scores).sum() == len(ended)
 
 
 def test_beams_end_where_they_cannot_go_on():
