@@ -1,6 +1,7 @@
 """jaxhybrid: hybrid attention and recurrent language models, with the cache as a value."""
 
 from jaxhybrid.batch import Batch, Ubatch, make_ubatch
+from jaxhybrid.beam import beam_search, best_of_n
 from jaxhybrid.cache import (
     Cache,
     Snapshot,
@@ -57,6 +58,8 @@ __all__ = [
     "Settings",
     "Snapshot",
     "Ubatch",
+    "beam_search",
+    "best_of_n",
     "can_shift",
     "checkpoint",
     "clear",

@@ -221,7 +221,7 @@ def main() -> int:
     parser.add_argument("folder", type=Path)
     parser.add_argument("names", nargs="*", help="traces to replay, as NAME or MODEL (default: all)")
     parser.add_argument("--stand-in", action="store_true")
-    args = parser.parse_args()
+    args = parser.parse_intermixed_args()
     models: dict[str, tuple[Params | None, bool]] = {}
     total: collections.Counter = collections.Counter()
     differences: collections.Counter = collections.Counter()

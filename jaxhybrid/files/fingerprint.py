@@ -27,7 +27,7 @@ def describe(params: Params) -> dict[str, Any]:
 
 def check(saved: dict[str, Any], params: Params, path: object) -> None:
     """CheckpointError naming the first field in which a saved description differs from `params`."""
-    mine = describe(params)
+    mine, saved = describe(params), saved if isinstance(saved, dict) else {}
     pairs = [("architecture", saved.get("architecture"), mine["architecture"])]
     fields = dict(saved.get("hparams") or {})
     for name in sorted(mine["hparams"].keys() | fields.keys()):

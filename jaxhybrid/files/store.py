@@ -96,6 +96,9 @@ def _opened(folder: Path) -> dict[str, Any]:
     text = json.dumps(content, sort_keys=True)
     if not isinstance(content, dict) or hashlib.sha256(text.encode()).hexdigest() != sealed.get("sha256"):
         raise CheckpointError(f"{name} is damaged; it cannot be used")
+    for field in ("files", "arrays", "about"):
+        if content.get("format") == FORMAT and not isinstance(content.get(field), dict):
+            raise CheckpointError(f"{name}: {field} is missing or no object")
     return content
 
 
