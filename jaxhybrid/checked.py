@@ -13,7 +13,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from jaxhybrid.cache import operations
-from jaxhybrid.cache.attention import room_to_move
+from jaxhybrid.cache.cell_operations import room_to_move
 from jaxhybrid.cache.hybrid import Cache, known, seq_pos_max
 from jaxhybrid.cache.snapshots import restorable_positions, rewind
 from jaxhybrid.errors import RefusedError

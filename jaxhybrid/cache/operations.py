@@ -14,14 +14,15 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxhybrid.cache import attention as cells
+from jaxhybrid.cache import cell_operations, slot_operations
 from jaxhybrid.cache import recurrent as slots
 from jaxhybrid.cache.hybrid import FOREVER, Cache, Int, chosen, known, positions_max
 
 
 def clear(cache: Cache, data: bool = False) -> Cache:
     """Empty every sequence. With `data` (static) the buffers become zero too."""
-    recurrent = None if cache.recurrent is None else slots.clear(cache.recurrent, data)
-    cache = cache.with_cells(lambda child: cells.clear(child, data))
+    recurrent = None if cache.recurrent is None else slot_operations.clear(cache.recurrent, data)
+    cache = cache.with_cells(lambda child: cell_operations.clear(child, data))
     return cache.replace(recurrent=recurrent, lossy=jnp.zeros_like(cache.lossy))
 
 
@@ -45,7 +46,7 @@ def seq_rm(cache: Cache, seq: Int, p0: Int, p1: Int, lossy: bool | Array = False
         beyond = (p0 > end) | (p0 >= p1)  # so is every range of an empty sequence
         whole = ~beyond & ((p0 == 0) | (p0 <= first)) & (p1 > end)
         middle = ~beyond & (p1 <= end)
-        column = slots.column_at(recurrent, p0 - 1)
+        column = slot_operations.column_at(recurrent, p0 - 1)
         back = ~beyond & ~whole & (p1 > end)
         can = beyond | whole | (back & (column < recurrent.n_remembered)) | (middle & lossy)
         ok = ok & jnp.all(can | ~picked)
@@ -57,10 +58,10 @@ def seq_rm(cache: Cache, seq: Int, p0: Int, p1: Int, lossy: bool | Array = False
         marked = marked | ~exact
     touched = ok & picked
     if recurrent is not None:
-        recurrent = slots.roll_back(recurrent, touched & back, column)
-        recurrent = slots.forget_between(recurrent, touched & middle, p0, p1)
-        recurrent = slots.detach(recurrent, touched & whole)
-    cache = cache.with_cells(lambda child: cells.seq_rm(child, touched, p0, p1))
+        recurrent = slot_operations.roll_back(recurrent, touched & back, column)
+        recurrent = slot_operations.forget_between(recurrent, touched & middle, p0, p1)
+        recurrent = slot_operations.detach(recurrent, touched & whole)
+    cache = cache.with_cells(lambda child: cell_operations.seq_rm(child, touched, p0, p1))
     marked = jnp.where(touched, marked & ~whole, cache.lossy)
     return cache.replace(recurrent=recurrent, lossy=marked), ok
 
@@ -76,15 +77,15 @@ def roll_back(cache: Cache, ends: Array) -> tuple[Cache, Array]:
     ok, recurrent = jnp.bool_(True), cache.recurrent
     emptied = ends < jnp.maximum(_first(cache), 0)
     if recurrent is not None:
-        column = jnp.where(emptied, recurrent.n_remembered, slots.column_at(recurrent, ends))
+        column = jnp.where(emptied, recurrent.n_remembered, slot_operations.column_at(recurrent, ends))
         ok = ok & jnp.all(~cut | emptied | (column < recurrent.n_remembered))
     if cache.windowed is not None:
         ok = ok & jnp.all(~cut | emptied | cells.can_end_at(cache.windowed, ends))
     cut = cut & ok
     if recurrent is not None:
-        recurrent = slots.roll_back(recurrent, cut, column)
+        recurrent = slot_operations.roll_back(recurrent, cut, column)
     forever = jnp.int32(FOREVER)
-    cache = cache.with_cells(lambda child: cells.seq_rm(child, cut, ends + 1, forever))
+    cache = cache.with_cells(lambda child: cell_operations.seq_rm(child, cut, ends + 1, forever))
     return cache.replace(recurrent=recurrent, lossy=cache.lossy & ~(cut & emptied)), ok
 
 
@@ -122,7 +123,7 @@ def _copy(
     if recurrent is not None:
         tail = slots.tail(recurrent)[source]
         short = (tail >= 0) & (p1 <= tail)
-        found = slots.column_at(recurrent, p1 - 1)[source]
+        found = slot_operations.column_at(recurrent, p1 - 1)[source]
         head = (tail >= 0) & (p0 > jnp.maximum(first, 0))
         exact = ~head & (~short | (found < recurrent.n_remembered))
         column = jnp.where(exact & short, found, 0)
@@ -139,8 +140,8 @@ def _copy(
     inside = (dsts >= 0) & (dsts < cache.n_seq_max) & (dsts != src)
     targets = jnp.where(ok & inside, dsts, cache.n_seq_max)  # out of range: nothing is written
     if recurrent is not None:
-        recurrent = slots.share(recurrent, source, targets, column)
-    cache = cache.with_cells(lambda child: cells.seq_cp(child, source, targets, p0, p1))
+        recurrent = slot_operations.share(recurrent, source, targets, column)
+    cache = cache.with_cells(lambda child: cell_operations.seq_cp(child, source, targets, p0, p1))
     marked = cache.lossy.at[targets].set(mark, mode="drop")
     return cache.replace(recurrent=recurrent, lossy=marked), ok
 
@@ -151,17 +152,17 @@ def gather(cache: Cache, parents: Array) -> Cache:
     States and the cells of a unified cache are shared; with a stream per sequence K/V are copied.
     """
     parents = jnp.clip(jnp.asarray(parents, jnp.int32), 0, cache.n_seq_max - 1)
-    recurrent = None if cache.recurrent is None else slots.gather(cache.recurrent, parents)
-    cache = cache.with_cells(lambda child: cells.gather(child, parents))
+    recurrent = None if cache.recurrent is None else slot_operations.gather(cache.recurrent, parents)
+    cache = cache.with_cells(lambda child: cell_operations.gather(child, parents))
     return cache.replace(recurrent=recurrent, lossy=cache.lossy[parents])
 
 
 def seq_keep(cache: Cache, seq: Int) -> Cache:
     """Drop every other sequence from all children. An unknown id changes nothing; -1 keeps all."""
     others = ~chosen(cache, seq) & known(cache, seq, everyone=True)
-    recurrent = None if cache.recurrent is None else slots.detach(cache.recurrent, others)
+    recurrent = None if cache.recurrent is None else slot_operations.detach(cache.recurrent, others)
     everything = (jnp.int32(0), jnp.int32(FOREVER))
-    cache = cache.with_cells(lambda child: cells.seq_rm(child, others, *everything))
+    cache = cache.with_cells(lambda child: cell_operations.seq_rm(child, others, *everything))
     return cache.replace(recurrent=recurrent, lossy=cache.lossy & ~others)
 
 
@@ -215,15 +216,15 @@ def _move(
         # a tail that falls below 0 takes the sequence with it
         fell = (end >= 0) & reaches & (to(end) < 0)
     for child in cache.cell_children:
-        ok = ok & cells.room_to_move(child, seq, p0, p1)
+        ok = ok & cell_operations.room_to_move(child, seq, p0, p1)
     stop = jnp.where(ok, p1, p0)
     if recurrent is not None:
-        recurrent = slots.move(recurrent, picked, p0, stop, to)
-        recurrent = slots.detach(recurrent, ok & picked & fell)
+        recurrent = slot_operations.move(recurrent, picked, p0, stop, to)
+        recurrent = slot_operations.detach(recurrent, ok & picked & fell)
 
     def moved(child: cells.AttentionCache) -> cells.AttentionCache:
-        child = cells.move(child, seq, p0, stop, to)
-        return cells.seq_rm(child, ok & picked & fell, jnp.int32(0), jnp.int32(FOREVER))
+        child = cell_operations.move(child, seq, p0, stop, to)
+        return cell_operations.seq_rm(child, ok & picked & fell, jnp.int32(0), jnp.int32(FOREVER))
 
     cache = cache.with_cells(moved)
     marked = jnp.where(ok & picked, marked & ~fell, cache.lossy)

@@ -13,6 +13,7 @@ from flax import struct
 from jax import Array
 
 from jaxhybrid.cache import attention as cells
+from jaxhybrid.cache import cell_operations, slot_operations
 from jaxhybrid.cache import recurrent as slots
 from jaxhybrid.cache.hybrid import FOREVER, Cache, Int, known, positions_max
 from jaxhybrid.errors import RefusedError
@@ -37,7 +38,7 @@ def checkpoint(cache: Cache, seq: Int) -> Snapshot:
     seq = jnp.clip(jnp.asarray(seq, jnp.int32), 0, cache.n_seq_max - 1)
     states, seen = (), jnp.zeros(2, jnp.uint32)
     if cache.recurrent is not None:
-        states = slots.state_of(cache.recurrent, seq)
+        states = slot_operations.state_of(cache.recurrent, seq)
         seen = cache.recurrent.digests[seq, 0]
     end = positions_max(cache)
     return Snapshot(
@@ -64,10 +65,10 @@ def try_rewind(cache: Cache, seq: Int, snapshot: Snapshot) -> tuple[Cache, Array
         ok = ok & ((end < 0) | cells.can_end_at(cache.windowed, end)[seq])
     recurrent = cache.recurrent
     if recurrent is not None:
-        kept = slots.put_state(recurrent, seq, snapshot.states, end, snapshot.seen, ok & (end >= 0))
-        recurrent = slots.detach(kept, picked & ok & (end < 0))
+        kept = slot_operations.put_state(recurrent, seq, snapshot.states, end, snapshot.seen, ok & (end >= 0))
+        recurrent = slot_operations.detach(kept, picked & ok & (end < 0))
     cut = (picked & ok, end + 1, jnp.int32(FOREVER))
-    cache = cache.with_cells(lambda child: cells.seq_rm(child, *cut))
+    cache = cache.with_cells(lambda child: cell_operations.seq_rm(child, *cut))
     lossy = jnp.where(picked & ok, snapshot.lossy, cache.lossy)
     return cache.replace(recurrent=recurrent, lossy=lossy), ok
 
