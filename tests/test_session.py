@@ -1,0 +1,318 @@
+"""Conversations that go back, are kept on disk, outgrow their context, or are written with a drafter."""
+
+import importlib
+import io
+import json
+import os
+import sys
+
+import jax
+import numpy as np
+import pytest
+import tiny
+
+import jaxhybrid as jh
+from jaxhybrid import conversation as module
+from jaxhybrid.conversation import Conversation, converse
+from jaxhybrid.errors import CacheFullError, CheckpointError, UsageError
+from jaxhybrid.session import load_session, save_session
+
+command = importlib.import_module("jaxhybrid.generate")
+SETTINGS = {"max_tokens": 6, "n_ctx": 128}
+
+
+def silent(text):
+    pass
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny.write_folder(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def model(folder):
+    return jh.load(folder)
+
+
+@pytest.fixture(scope="module")
+def attention_model(tmp_path_factory):
+    config = tiny.CONFIG | {"layer_types": ["attention", "attention"], "position_embedding_type": "rope"}
+    return jh.load(tiny.write_folder(tmp_path_factory.mktemp("attention"), config))
+
+
+@pytest.fixture
+def computed(monkeypatch):
+    """How many tokens each prefill ran through the model."""
+    counts, prefill = [], module.prefill
+    monkeypatch.setattr(module, "prefill", lambda m, c, g, s: counts.append(len(g[0])) or prefill(m, c, g, s))
+    return counts
+
+
+def fresh(model, tokens):
+    """Greedy continuation without any cache from before."""
+    return jh.generate(model, tokens, **SETTINGS).tokens
+
+
+# ------------------------------------------------------------------------------------- going back
+
+
+def test_editing_the_last_turn_computes_only_the_edit(model, computed):
+    talk = Conversation(model, SETTINGS, chat=False)
+    first = talk.say("a long beginning, ", silent)
+    before = list(talk.tokens)
+    talk.say("then this", silent)
+    edited = talk.edit("then that!", silent)
+    # what the snapshot before the turn holds is all but the newest token of the first reply
+    assert computed == [18, 10, 11]
+    assert edited.tokens == fresh(model, before + model.tokenizer.encode("then that!"))
+    assert talk.tokens[: len(before)] == before and first.tokens == before[18:]
+    again = talk.edit("then that!", silent)
+    assert again.tokens == edited.tokens and computed[-1] == 1  # the snapshot after the prompt but its end
+    talk.undo()
+    assert talk.tokens == before
+    talk.undo()
+    with pytest.raises(UsageError, match="no turn to take back"):
+        talk.undo()
+
+
+def test_editing_an_attention_model_goes_back_to_the_very_token(attention_model, computed):
+    talk = Conversation(attention_model, SETTINGS, chat=False)
+    talk.say("abcdefgh", silent)
+    edited = talk.edit("abcdeXYZ", silent)
+    assert computed == [8, 3]
+    assert edited.tokens == fresh(attention_model, attention_model.tokenizer.encode("abcdeXYZ"))
+
+
+def test_an_edit_that_is_refused_keeps_the_turn(model):
+    talk = Conversation(model, SETTINGS, chat=False)
+    talk.say("hello", silent)
+    kept = (list(talk.tokens), list(talk.turns))
+    with pytest.raises(UsageError, match="the context holds 128"):
+        talk.edit("x" * 200, silent)
+    assert (talk.tokens, talk.turns) == kept
+    assert talk.say(" again", silent).tokens == fresh(model, kept[0] + model.tokenizer.encode(" again"))
+
+
+def test_snapshots_are_few(model, monkeypatch):
+    monkeypatch.setattr(module, "MAX_SNAPSHOTS", 4)
+    talk = Conversation(model, SETTINGS | {"max_tokens": 2}, chat=False)
+    for _ in range(5):
+        talk.say("ab", silent)
+    assert len(talk.snapshots) == 4 and max(talk.snapshots) == len(talk.tokens) - 2
+
+
+def test_commands_on_the_terminal(model, monkeypatch, capsys):
+    lines = iter(["hi", "/edit ho", "/undo", "/undo", "/edit", "/quit", ""])
+
+    def typed(prompt):
+        try:
+            return next(lines)
+        except StopIteration:
+            raise EOFError from None
+
+    monkeypatch.setattr("builtins.input", typed)
+    talk = Conversation(model, SETTINGS)
+    assert converse(talk, quiet=True) == 0
+    err = capsys.readouterr().err.splitlines()
+    assert talk.messages == []
+    assert err == [
+        "error: there is no turn to take back",
+        "error: /edit: give the text to say instead",
+        "error: /quit: the commands are /edit TEXT and /undo; begin with a space to say it",
+    ]
+
+
+# ---------------------------------------------------------------------------------------- on disk
+
+
+@pytest.mark.parametrize("which", ["hybrid", "attention"])
+def test_a_kept_session_goes_on_and_back_as_if_it_had_never_ended(
+    which, model, attention_model, computed, tmp_path
+):
+    chosen = model if which == "hybrid" else attention_model
+    talk = Conversation(chosen, SETTINGS, chat=False)
+    talk.say("once upon", silent)
+    talk.say(" a time", silent)
+    save_session(tmp_path / "s", talk)
+    back = load_session(tmp_path / "s", chosen, SETTINGS)
+    assert (back.tokens, back.turns, back.held) == (talk.tokens, talk.turns, talk.held)
+    assert back.snapshots.keys() == talk.snapshots.keys()
+    del computed[:]
+    edited = back.edit(" a frog", silent)
+    assert computed == [8 if which == "hybrid" else 4]  # " a frog" and a token before, or "frog"
+    expected = chosen.tokenizer.encode("once upon") + talk.tokens[9:15] + chosen.tokenizer.encode(" a frog")
+    assert edited.tokens == fresh(chosen, expected)
+    larger = load_session(tmp_path / "s", chosen, SETTINGS | {"n_ctx": 256})
+    assert larger.say("!", silent).tokens == talk.say("!", silent).tokens
+    with pytest.raises(CacheFullError, match="use a cache with a larger n_ctx"):
+        load_session(tmp_path / "s", chosen, SETTINGS | {"n_ctx": 4, "max_tokens": 1})
+
+
+def test_a_session_of_another_model_or_none_is_refused(model, attention_model, tmp_path):
+    talk = Conversation(model, SETTINGS)
+    save_session(tmp_path / "s", talk)
+    assert load_session(tmp_path / "s", model, SETTINGS).messages == []
+    with pytest.raises(CheckpointError, match="hparams.attention"):
+        load_session(tmp_path / "s", attention_model, SETTINGS)
+    with pytest.raises(CheckpointError, match="no saved session here"):
+        load_session(tmp_path / "t", model, SETTINGS)
+
+
+@pytest.fixture
+def run(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv(
+        "JAX_COMPILATION_CACHE_DIR", os.environ.get("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "xla"))
+    )
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"")))
+
+    def run(*arguments):
+        try:
+            code = command.main([str(a) for a in arguments])
+        except SystemExit as end:
+            code = end.code
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return run
+
+
+@pytest.mark.parametrize("chat", [[], ["--chat"]], ids=["text", "chat"])
+def test_sessions_on_the_command_line(run, folder, tmp_path, chat):
+    say = ["--model", folder, "--max-tokens", 5, "--json", *chat]
+    code, out, err = run(
+        *say, "--prompt", "hello there", "--prompt", " you", "--save-session", tmp_path / "s"
+    )
+    assert code == 0 and err.count("\n") == 2
+    first, second = map(json.loads, out.splitlines())
+    assert (first["index"], second["index"]) == (0, 1) and second["prompt_tokens"] > first["prompt_tokens"]
+    more = [*say, "--load-session", tmp_path / "s", "--prompt", " me"]
+    code, out, err = run(*more, "--edit-last", "--save-session", tmp_path / "t")
+    assert code == 0
+    edited = json.loads(out)
+    # a snapshot leads back to the turn before: only its own text is computed
+    new = 3 if not chat else 5  # with the marks of the template
+    read = int(err.split("prompt ")[1].split(" tokens")[0])
+    assert new <= read <= new + 6
+    fresh = json.loads(
+        run(*say, "--prompt", "hello there", "--prompt", " me", "--save-session", tmp_path / "u")[
+            1
+        ].splitlines()[1]
+    )
+    assert edited["tokens"] == fresh["tokens"]
+    assert run(*more)[0] == 0  # the session that was loaded is as it was
+    assert [p.name for p in (tmp_path / "s").iterdir()] == ["00000002"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--edit-last"], "--edit-last needs --load-session"),
+        (["--load-session", "nowhere"], "no saved session here"),
+        (["--ngram", "2", "--draft", "x"], "--ngram and --draft cannot be used together"),
+        (["--ngram", "-1"], "ngram: -1 must be at least 0"),
+        (["--draft-tokens", "0"], "draft_tokens: 0 must be at least 1"),
+        (["--context-shift"], "recurrent layers, whose state would remember"),
+        (["--load-session", "nowhere", "--chat", "--system", "x"], "--system cannot be changed"),
+    ],
+    ids=lambda a: "" if isinstance(a, str) else " ".join(a),
+)
+def test_wrong_use_is_one_line(run, folder, arguments, message):
+    code, out, err = run("--model", folder, "--prompt", "a", *arguments)
+    assert code in (1, 2) and out == "" and err.startswith("error: ") and err.count("\n") == 1
+    assert message in err
+
+
+def test_a_session_kept_with_chat_is_not_text(run, folder, tmp_path):
+    run("--model", folder, "--prompt", "a", "--max-tokens", 1, "--save-session", tmp_path / "s")
+    code, _, err = run("--model", folder, "--prompt", "a", "--chat", "--load-session", tmp_path / "s")
+    assert code == 2 and "it was kept without --chat" in err
+
+
+# ----------------------------------------------------------------------------------- context shift
+
+
+def test_attention_goes_on_beyond_its_context(attention_model):
+    """The text is that of a cache where the same tokens were removed and the gap closed by hand."""
+    settings = {"max_tokens": 60, "n_ctx": 32, "dispatch": 8}
+    prompt = attention_model.tokenizer.encode("in the beginning")
+    plain = jh.generate(attention_model, prompt, **settings)
+    assert plain.finish_reason == "length" and len(plain.tokens) == 17  # 16 and 16 cells, the last not kept
+    shifted = jh.generate(attention_model, prompt, context_shift="exact", **settings)
+    assert len(shifted.tokens) == 60 and shifted.tokens[:17] == plain.tokens
+    lossy = jh.generate(attention_model, prompt, context_shift="lossy", **settings)
+    assert lossy.tokens == shifted.tokens
+
+    params = attention_model.params
+    cache = jh.create_cache(params.hparams, 32, 1, cell_multiple=32)
+    logits, cache = jh.decode(params, cache, jh.Batch(prompt))
+    by_hand = [int(np.argmax(logits[0]))]
+    while len(by_hand) < 60:
+        held = int(jh.seq_pos_max(cache, 0)) + 1
+        if (len(by_hand) - 1) % 8 == 0 and held + 8 > 32:
+            forget = (held - 4) // 2
+            cache, ok = jh.seq_rm(cache, 0, 4, 4 + forget)
+            cache, moved = jh.seq_add(cache, 0, 4 + forget, -1, -forget)
+            assert bool(ok) and bool(moved)
+        logits, cache = jh.decode(params, cache, jh.Batch([by_hand[-1]]))
+        by_hand.append(int(np.argmax(logits[0])))
+    assert shifted.tokens == by_hand
+
+
+def test_hybrids_shift_only_when_asked_to_lose(model):
+    with pytest.raises(UsageError, match="ask for 'lossy' .--context-shift lossy."):
+        jh.generate(model, "hello", context_shift="exact", **SETTINGS)
+    result = jh.generate(model, ["hello", "a longer prompt"], max_tokens=80, n_ctx=32, context_shift="lossy")
+    assert [len(r.tokens) for r in result] == [80, 80]
+    with pytest.raises(UsageError, match="'maybe' is not one of off, exact, lossy"):
+        jh.generate(model, "hello", context_shift="maybe")
+
+
+def test_a_conversation_shifts_instead_of_ending(attention_model, tmp_path):
+    settings = {"max_tokens": 12, "n_ctx": 48, "context_shift": "exact"}
+    talk = Conversation(attention_model, settings, chat=False)
+    for _ in range(5):
+        result = talk.say("some more words", silent)
+        assert len(result.tokens) == 12 and result.finish_reason == "length"
+    assert talk.forgotten > 0 and len(talk.tokens) == 5 * 27
+    save_session(tmp_path / "s", talk)
+    back = load_session(tmp_path / "s", attention_model, settings)
+    assert back.say("the end", silent).tokens == talk.say("the end", silent).tokens
+    with pytest.raises(UsageError, match="the context holds 48"):
+        talk.say("x" * 60, silent)
+
+
+# ----------------------------------------------------------------------------------------- drafting
+
+
+@pytest.mark.parametrize("sampled", [{}, {"temperature": 1.0, "seed": 3}], ids=["greedy", "sampled"])
+def test_drafting_writes_the_same_text(model, sampled):
+    prompts = ["abcabcabcabc", "hello"]
+    wanted = {"max_tokens": 20, "n_ctx": 64, **sampled}
+    plain = jh.generate(model, prompts, **wanted)
+    for drafter in ({"ngram": 3}, {"draft": model}):
+        drafted = jh.generate(model, prompts, draft_tokens=3, **drafter, **wanted)
+        assert [r.tokens for r in drafted] == [r.tokens for r in plain]
+        assert [r.finish_reason for r in drafted] == [r.finish_reason for r in plain]
+        assert 0 < drafted[0].timings.steps <= 20
+        if "draft" in drafter:  # the model itself: every guess comes true
+            assert drafted[0].timings.steps == -(-19 // 4)
+
+
+def test_drafting_in_conversations_and_beyond_the_context(model):
+    plain = Conversation(model, SETTINGS, chat=False)
+    drafted = Conversation(model, SETTINGS | {"ngram": 2, "draft_tokens": 2}, chat=False)
+    for text in ("abab", "cdcd", "abab"):
+        assert plain.say(text, silent).tokens == drafted.say(text, silent).tokens
+    for drafter in ({"ngram": 2}, {"draft": model}):
+        result = jh.generate(model, "hello", max_tokens=70, n_ctx=32, context_shift="lossy", **drafter)
+        assert len(result.tokens) == 70
+
+
+def test_a_draft_model_of_another_vocabulary_is_refused(model, tmp_path):
+    other = jh.load(tiny.write_folder(tmp_path, tiny.CONFIG | {"vocab_size": 300}))
+    with pytest.raises(UsageError, match="draft: its vocabulary has 300 tokens, the model's 259"):
+        jh.generate(model, "hello", draft=other, **SETTINGS)
+    with pytest.raises(UsageError, match="ngram: cannot be used together with a draft model"):
+        jh.generate(model, "hello", draft=model, ngram=2, **SETTINGS)
+    jax.clear_caches()
