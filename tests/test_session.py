@@ -181,9 +181,8 @@ def run(capsys, monkeypatch, tmp_path):
 @pytest.mark.parametrize("chat", [[], ["--chat"]], ids=["text", "chat"])
 def test_sessions_on_the_command_line(run, folder, tmp_path, chat):
     say = ["--model", folder, "--max-tokens", 5, "--json", *chat]
-    code, out, err = run(
-        *say, "--prompt", "hello there", "--prompt", " you", "--save-session", tmp_path / "s"
-    )
+    two = ["--prompt", "hello there", "--prompt"]
+    code, out, err = run(*say, *two, " you", "--save-session", tmp_path / "s")
     assert code == 0 and err.count("\n") == 2
     first, second = map(json.loads, out.splitlines())
     assert (first["index"], second["index"]) == (0, 1) and second["prompt_tokens"] > first["prompt_tokens"]
