@@ -1,5 +1,6 @@
 """jaxhybrid: hybrid attention and recurrent language models, with the cache as a value."""
 
+from jaxhybrid import checked
 from jaxhybrid.batch import Batch, Ubatch, make_ubatch
 from jaxhybrid.beam import beam_search, best_of_n
 from jaxhybrid.cache import (
@@ -26,6 +27,7 @@ from jaxhybrid.cache import (
     try_rewind,
 )
 from jaxhybrid.driver import decode
+from jaxhybrid.embedding import embed
 from jaxhybrid.engine import generate, load, stream
 from jaxhybrid.errors import BatchError, CacheFullError, CheckpointError, JaxHybridError, RefusedError
 from jaxhybrid.files import (
@@ -61,10 +63,12 @@ __all__ = [
     "beam_search",
     "best_of_n",
     "can_shift",
+    "checked",
     "checkpoint",
     "clear",
     "create_cache",
     "decode",
+    "embed",
     "fork",
     "forward",
     "gather",

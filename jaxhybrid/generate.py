@@ -7,22 +7,24 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import signal
 import sys
-import types
-import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from jaxhybrid.errors import JaxHybridError, UsageError
+from jaxhybrid.command import (
+    INTERRUPTED,
+    leave,
+    make_callable,
+    run_command,
+    use_compilation_cache,
+    use_utf8,
+)
+from jaxhybrid.errors import UsageError
 
 if TYPE_CHECKING:
     from jaxhybrid.settings import Model, Piece, Result
-
-INTERRUPTED = 130  # what a shell reports for a command ended by Ctrl-C
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -89,24 +91,12 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code: 0, 1 for an error, 2 for wrong usage."""
     args = build_parser().parse_args(argv)
-    warnings.showwarning = _show_warning
-    try:
-        return _run(args)
-    except KeyboardInterrupt:
-        return INTERRUPTED
-    except BrokenPipeError:
-        # the reader has gone; keep the interpreter from complaining while it flushes
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    except Exception as error:
-        if args.debug:
-            raise
-        return _report_error(error)
+    return run_command(lambda: _run(args), args.debug)
 
 
 def _run(args: argparse.Namespace) -> int:
     prompts = _prompts(args)
-    _use_compilation_cache()
+    use_compilation_cache()
     from jaxhybrid import engine
     from jaxhybrid.conversation import Conversation, converse
     from jaxhybrid.report import load_model, report
@@ -114,7 +104,7 @@ def _run(args: argparse.Namespace) -> int:
 
     settings = _settings(args)
     Settings(**settings)  # complain before a long load
-    _use_utf8(sys.stdout)
+    use_utf8(sys.stdout)
     model = load_model(args.model, args.dtype)
     settings["stop_tokens"] = tuple(_stop_token(model, text) for text in args.stop_token)
     if args.draft is not None:
@@ -344,71 +334,18 @@ def _as_json(result: Result, prompt: str) -> dict[str, Any]:
     }
 
 
-def _use_utf8(stream: Any) -> None:
-    if hasattr(stream, "reconfigure"):
-        stream.reconfigure(encoding="utf-8", errors="replace")
+def _generate(*args: Any, **kwargs: Any) -> Any:
+    from jaxhybrid.engine import generate
+
+    return generate(*args, **kwargs)
 
 
-def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
-    print(f"warning: {' '.join(str(message).split())}", file=sys.stderr)
-
-
-def _report_error(error: Exception) -> int:
-    """One line on standard error; the exit code."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    if isinstance(error, UsageError):
-        print(f"error: {text}", file=sys.stderr)
-        return 2
-    if isinstance(error, JaxHybridError):
-        print(f"error: {text}", file=sys.stderr)
-    elif isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in text:
-        print(
-            "error: not enough memory; try --dtype bfloat16, a smaller --max-tokens, --ctx or --batch-size",
-            file=sys.stderr,
-        )
-    else:
-        print(f"error: {type(error).__name__}: {text[:300]} (--debug shows more)", file=sys.stderr)
-    return 1
-
-
-def _use_compilation_cache() -> None:
-    """Keep compiled programs between runs, where the user's cache folder can be written."""
-    import jax
-
-    if os.environ.get("JAX_COMPILATION_CACHE_DIR"):
-        return
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = base / "jaxhybrid" / "xla"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError:
-        return
-    jax.config.update("jax_compilation_cache_dir", str(folder))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-
-
-class _CallableModule(types.ModuleType):
-    """Importing this module rebinds `jaxhybrid.generate`; calling it must go on working."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        from jaxhybrid.engine import generate
-
-        return generate(*args, **kwargs)
-
-
-sys.modules[__name__].__class__ = _CallableModule
+make_callable(__name__, _generate)
 
 
 def entry() -> NoReturn:
     """Run the command as a process of its own."""
-    code = main()
-    if code == INTERRUPTED:
-        # XLA may be compiling in other threads, which do not survive an orderly end of the interpreter
-        for stream in (sys.stdout, sys.stderr):
-            with suppress(OSError, ValueError):
-                stream.flush()
-        os._exit(code)
-    sys.exit(code)
+    leave(main())
 
 
 if __name__ == "__main__":

@@ -182,6 +182,7 @@ def run(capsys, monkeypatch, tmp_path):
 def test_sessions_on_the_command_line(run, folder, tmp_path, chat):
     say = ["--model", folder, "--max-tokens", 5, "--json", *chat]
     two = ["--prompt", "hello there", "--prompt"]
+    two = ["--prompt", "hello there", "--prompt"]
     code, out, err = run(*say, *two, " you", "--save-session", tmp_path / "s")
     assert code == 0 and err.count("\n") == 2
     first, second = map(json.loads, out.splitlines())
