@@ -87,6 +87,25 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "mamba2_dt_limit": ("mamba2", {**MAMBA2, "time_step_limit": [0.05, 0.2]}),
     "llama": ("llama", {**LLAMA, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}),
+    "gemma3_text": (
+        "gemma3_text",
+        {
+            "hidden_size": 32,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "intermediate_size": 40,
+            "rms_norm_eps": 1e-3,
+            "query_pre_attn_scalar": 12,
+            "sliding_window": 6,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "default", "rope_theta": 500.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+            },
+        },
+    ),
     "llama3_rope": (
         "llama",
         {
@@ -122,8 +141,8 @@ def randomise(model: nn.Module, generator: torch.Generator) -> None:
         elif leaf == "dt_bias":  # softplus of it is log-uniform
             dt = torch.exp(uniform(p, math.log(0.02), math.log(0.5)))
             value = dt + torch.log(-torch.expm1(-dt))
-        elif leaf == "D" or "norm" in name:
-            value = 1 + 0.3 * normal(p)
+        elif leaf == "D" or "norm" in name:  # Gemma stores what is added to 1
+            value = 0.3 * normal(p) + (not model.config.model_type.startswith("gemma"))
         elif leaf.endswith("bias"):
             value = 0.3 * normal(p)
         elif "router" in name:  # wide gaps between experts
@@ -173,11 +192,11 @@ def router_lead(model: nn.Module, ids: Tensor) -> float:
 
 @torch.no_grad()
 def least_effect(model: nn.Module, ids: Tensor, logits: Tensor) -> tuple[str, float]:
-    """The tensor whose change by a tenth of itself moves the logits least, and by how much."""
-    effects = {}
+    """The tensor whose random change by a tenth of itself moves the logits least, and by how much."""
+    effects, generator = {}, torch.Generator().manual_seed(0)
     for name, p in model.named_parameters():
         kept = p.clone()
-        p.mul_(1.1)
+        p.mul_(1 + 0.1 * torch.randn(p.shape, generator=generator))
         effects[name] = float((full(model, ids) - logits).abs().max())
         p.copy_(kept)
     name = min(effects, key=effects.__getitem__)

@@ -1,6 +1,6 @@
 """Replay recorded operations on a cache and compare logits, results and positions.
 
-    python scripts/replay_traces.py tests/traces [name ...] [--stand-in]
+    python scripts/replay_traces.py tests/traces --checkpoints tests/golden [name ...] [--stand-in]
 
 A trace NAME.json holds operations with the results that another engine gave, NAME.npz its logits;
 checkpoints/MODEL the model. Every operation is done with lossy=True. Where this package differs on purpose
@@ -210,9 +210,9 @@ def stand_in(model: str, vocab: int) -> Params:
 
 def load(folder: Path, model: str, use_stand_in: bool) -> tuple[Params | None, bool]:
     """(the model or its stand-in or None, whether it is the model)."""
-    config = json.loads((folder / "checkpoints" / model / "config.json").read_text())
+    config = json.loads((folder / model / "config.json").read_text())
     if config["model_type"] in FAMILIES:
-        return jh.load_params(folder / "checkpoints" / model), True
+        return jh.load_params(folder / model), True
     return (stand_in(model, config["vocab_size"]), False) if use_stand_in else (None, False)
 
 
@@ -221,6 +221,7 @@ def main() -> int:
     parser.add_argument("folder", type=Path)
     parser.add_argument("names", nargs="*", help="traces to replay, as NAME or MODEL (default: all)")
     parser.add_argument("--stand-in", action="store_true")
+    parser.add_argument("--checkpoints", type=Path, help="folder of the models (default: FOLDER/checkpoints)")
     args = parser.parse_intermixed_args()
     models: dict[str, tuple[Params | None, bool]] = {}
     total: collections.Counter = collections.Counter()
@@ -232,7 +233,7 @@ def main() -> int:
         if args.names and not {path.stem, model} & set(args.names):
             continue
         if model not in models:
-            models[model] = load(args.folder, model, args.stand_in)
+            models[model] = load(args.checkpoints or args.folder / "checkpoints", model, args.stand_in)
         params, is_model = models[model]
         if params is None:
             skipped.append(path.stem)
