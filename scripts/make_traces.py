@@ -28,7 +28,7 @@ MODELS = {
     "mamba2": ("recurrent", (1,)),
     "granitemoehybrid_dense": ("hybrid", (0, 1)),
 }
-"""Kind of memory, and the seeds of its traces; odd seeds share one pool of cells and keep states to go back."""
+"""Kind of memory, and seeds of traces; odd ones share one pool of cells and keep states to go back to."""
 N_SEQ, N_OPS, N_CTX, LONGEST = 3, 26, 128, 40
 
 
