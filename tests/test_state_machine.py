@@ -95,7 +95,8 @@ class Memory(RuleBasedStateMachine):
             if most < 1:
                 continue
             rows[seq] = data.draw(st.lists(tokens, min_size=1, max_size=most))
-            twins = [t for t in range(N_SEQ) if t not in chosen and self.model[t] == self.model[seq]]
+            taken = set(chosen).union(*members.values())
+            twins = [t for t in range(N_SEQ) if t not in taken and self.model[t] == self.model[seq]]
             joined = data.draw(st.sets(st.sampled_from(twins))) if twins else set()
             members[seq] = {seq, *joined} if self.model[seq][1] else {seq}
         if not rows:
