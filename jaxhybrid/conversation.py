@@ -154,22 +154,23 @@ class Conversation:
 
     def _take_back(self, n: int) -> bool:
         """Take the cache back to at most `n` tokens; False when there is no such place."""
-        assert self.cache is not None
-        if self.forgotten:
+        cache = self.cache
+        if cache is None or self.forgotten:
             return False
-        there = {p + 1 for p in restorable_positions(self.cache, 0)}
+        there = {p + 1 for p in restorable_positions(cache, 0)}
         for length in sorted((there | self.snapshots.keys()), reverse=True):
             if not 0 < length <= n:
                 continue
             if length in there:
-                self.cache, ok = seq_rm(self.cache, 0, length, -1)
+                cache, ok = seq_rm(cache, 0, length, -1)
                 if not bool(ok):
                     continue
             else:
                 try:
-                    self.cache = rewind(self.cache, 0, self.snapshots[length])
+                    cache = rewind(cache, 0, self.snapshots[length])
                 except JaxHybridError:
                     continue
+            self.cache = cache
             self.held = self.held[:length]
             self.snapshots = {k: s for k, s in self.snapshots.items() if k <= length}
             return True

@@ -199,7 +199,7 @@ def main() -> None:
             trace = {"model": name, **recorder.record()}
             path = options.out / f"{name}-{seed}.json"
             path.write_text(json.dumps(trace) + "\n")
-            np.savez_compressed(path.with_suffix(".npz"), **recorder.arrays)
+            np.savez_compressed(path.with_suffix(".npz"), **recorder.arrays)  # type: ignore[arg-type]
             rows = sum(len(a) for a in recorder.arrays.values())
             print(f"{path.stem}: {len(trace['ops'])} operations, {rows} rows of logits")
 

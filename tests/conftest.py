@@ -1,12 +1,23 @@
-"""Tests run on the CPU, and keep compiled programs where JAXHYBRID_TEST_CACHE says."""
+"""Tests run on the CPU, and keep compiled programs where JAXHYBRID_TEST_CACHE says.
+
+LLVM's optimizer is off, since compiling takes most of the time; JAXHYBRID_TEST_OPTIMIZED=1 leaves it on.
+"""
 
 import os
 
 os.environ["JAX_PLATFORMS"] = "cpu"
+if not os.environ.get("JAXHYBRID_TEST_OPTIMIZED"):
+    flags = os.environ.get("XLA_FLAGS", "")
+    os.environ["XLA_FLAGS"] = f"{flags} --xla_backend_optimization_level=0"
 if cache := os.environ.get("JAXHYBRID_TEST_CACHE"):
     os.environ["JAX_COMPILATION_CACHE_DIR"] = cache
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
 
+from itertools import count
+from pathlib import Path
+
+import jax
+import pytest
 from hypothesis import HealthCheck, settings
 
 # compiling takes seconds and is no fault of an example
@@ -17,3 +28,13 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 settings.load_profile("jaxhybrid")
+
+_tests, _maps = count(), Path("/proc/self/maps")
+
+
+@pytest.fixture(autouse=True)
+def few_memory_maps():
+    """Every compiled program takes memory maps, of which Linux gives a process 65,530."""
+    yield
+    if next(_tests) % 10 == 0 and _maps.exists() and len(_maps.read_bytes().splitlines()) > 25_000:
+        jax.clear_caches()

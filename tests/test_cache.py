@@ -194,6 +194,7 @@ def test_a_fork_equals_a_recompute_and_leaves_its_source(kind):
     cache = filled(kind)
     forked = jh.fork(cache, 0, (1, 2))
     assert ends(forked) == [ends(cache)[0]] * 3
+    chex.assert_trees_all_equal(jh.fork(cache, 0, ()), cache)
     logits, after = feed(kind, forked, (0, [7]), (1, [8]), (2, [9]))
     for r, token in enumerate((7, 8, 9)):
         _, recomputed = feed(kind, empty(kind), (0, [1, 2, 3, 4]))

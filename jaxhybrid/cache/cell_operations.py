@@ -97,6 +97,8 @@ def _set_streams(
         new = jnp.where((streams[i] >= 0) & (streams[i] < buffer.shape[0]), f(stream, old), old)
         return lax.dynamic_update_index_in_dim(buffer, new, stream, 0)
 
+    if len(streams) == 0:
+        return buffer
     if len(streams) == 1 and n is None:
         return one(0, buffer)
     return lax.fori_loop(0, len(streams) if n is None else n, one, buffer)

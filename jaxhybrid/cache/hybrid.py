@@ -14,6 +14,7 @@ from jax import Array
 
 from jaxhybrid.cache import attention as cells
 from jaxhybrid.cache import recurrent as slots
+from jaxhybrid.cache.operation import operation
 
 Int = int | Array
 FOREVER = jnp.iinfo(jnp.int32).max
@@ -97,11 +98,13 @@ def positions_min(cache: Cache) -> Array:
     return jnp.max(jnp.stack(starts), axis=0)
 
 
+@operation
 def seq_pos_max(cache: Cache, seq: Int) -> Array:
     """Last position of a sequence (the largest of all for -1); -1 when it is empty or unknown."""
     return _of_sequence(positions_max(cache), seq, jnp.max)
 
 
+@operation
 def seq_pos_min(cache: Cache, seq: Int) -> Array:
     """First position of a sequence that every child holds; -1 when it is empty or unknown."""
     found = positions_min(cache)
@@ -113,6 +116,7 @@ def seq_pos_min(cache: Cache, seq: Int) -> Array:
     return _of_sequence(found, seq, least)
 
 
+@operation
 def is_lossy(cache: Cache, seq: Int) -> Array:
     """Whether a lossy operation touched this sequence (any sequence for -1)."""
     return jnp.any(cache.lossy & chosen(cache, seq))

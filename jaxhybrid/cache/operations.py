@@ -1,6 +1,6 @@
 """Operations on whole sequences of a cache, on all its children or on none.
 
-Every operation is pure and jittable with traced integers. Ranges are half-open [p0, p1) with p0 < 0
+Every operation is pure, jitted, and compiles once for any numbers. Ranges are half-open [p0, p1) with p0 < 0
 for 0 and p1 < 0 for infinity; sequence -1 is every sequence. Where an operation can be refused it
 returns (cache, ok); when ok is false the cache is the one that was given. `jaxhybrid.checked` has the
 same operations for the host, which raise and say why.
@@ -9,6 +9,7 @@ same operations for the host, which raise and say why.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import jax.numpy as jnp
 from jax import Array
@@ -17,8 +18,10 @@ from jaxhybrid.cache import attention as cells
 from jaxhybrid.cache import cell_operations, slot_operations
 from jaxhybrid.cache import recurrent as slots
 from jaxhybrid.cache.hybrid import FOREVER, Cache, Int, chosen, known, positions_max
+from jaxhybrid.cache.operation import operation
 
 
+@partial(operation, static=("data",))
 def clear(cache: Cache, data: bool = False) -> Cache:
     """Empty every sequence. With `data` (static) the buffers become zero too."""
     recurrent = None if cache.recurrent is None else slot_operations.clear(cache.recurrent, data)
@@ -26,6 +29,7 @@ def clear(cache: Cache, data: bool = False) -> Cache:
     return cache.replace(recurrent=recurrent, lossy=jnp.zeros_like(cache.lossy))
 
 
+@operation
 def seq_rm(cache: Cache, seq: Int, p0: Int, p1: Int, lossy: bool | Array = False) -> tuple[Cache, Array]:
     """Remove the tokens of `seq` in [p0, p1).
 
@@ -66,6 +70,7 @@ def seq_rm(cache: Cache, seq: Int, p0: Int, p1: Int, lossy: bool | Array = False
     return cache.replace(recurrent=recurrent, lossy=marked), ok
 
 
+@operation
 def roll_back(cache: Cache, ends: Array) -> tuple[Cache, Array]:
     """Every sequence s forgets what comes after position ends[s] (int32 [sequences]); -1 is all.
 
@@ -89,6 +94,7 @@ def roll_back(cache: Cache, ends: Array) -> tuple[Cache, Array]:
     return cache.replace(recurrent=recurrent, lossy=cache.lossy & ~(cut & emptied)), ok
 
 
+@operation
 def seq_cp(
     cache: Cache, src: Int, dst: Int, p0: Int, p1: Int, lossy: bool | Array = False
 ) -> tuple[Cache, Array]:
@@ -103,6 +109,7 @@ def seq_cp(
     return _copy(cache, src, jnp.reshape(dst, 1), p0, p1, lossy, ok)
 
 
+@operation
 def fork(cache: Cache, src: Int, dsts: Array | Sequence[int]) -> Cache:
     """Every sequence in `dsts` becomes a copy of `src`. Ids outside the cache are ignored."""
     targets = jnp.asarray(dsts, jnp.int32).reshape(-1)
@@ -146,6 +153,7 @@ def _copy(
     return cache.replace(recurrent=recurrent, lossy=marked), ok
 
 
+@operation
 def gather(cache: Cache, parents: Array) -> Cache:
     """Sequence s becomes what sequence parents[s] (int32 [sequences]) was: how beams survive.
 
@@ -157,6 +165,7 @@ def gather(cache: Cache, parents: Array) -> Cache:
     return cache.replace(recurrent=recurrent, lossy=cache.lossy[parents])
 
 
+@operation
 def seq_keep(cache: Cache, seq: Int) -> Cache:
     """Drop every other sequence from all children. An unknown id changes nothing; -1 keeps all."""
     others = ~chosen(cache, seq) & known(cache, seq, everyone=True)
@@ -166,6 +175,7 @@ def seq_keep(cache: Cache, seq: Int) -> Cache:
     return cache.replace(recurrent=recurrent, lossy=cache.lossy & ~others)
 
 
+@operation
 def seq_add(
     cache: Cache, seq: Int, p0: Int, p1: Int, delta: Int, lossy: bool | Array = False
 ) -> tuple[Cache, Array]:
@@ -178,6 +188,7 @@ def seq_add(
     return _move(cache, seq, p0, p1, lambda p: p + delta, delta == 0, lossy)
 
 
+@operation
 def seq_div(
     cache: Cache, seq: Int, p0: Int, p1: Int, d: Int, lossy: bool | Array = False
 ) -> tuple[Cache, Array]:

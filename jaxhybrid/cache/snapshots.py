@@ -6,6 +6,7 @@ position, and used only for a sequence that has the very same past.
 
 from __future__ import annotations
 
+import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
@@ -16,6 +17,7 @@ from jaxhybrid.cache import attention as cells
 from jaxhybrid.cache import cell_operations, slot_operations
 from jaxhybrid.cache import recurrent as slots
 from jaxhybrid.cache.hybrid import FOREVER, Cache, Int, known, positions_max
+from jaxhybrid.cache.operation import operation
 from jaxhybrid.errors import RefusedError
 
 
@@ -33,6 +35,7 @@ class Snapshot(struct.PyTreeNode):
     lossy: Array
 
 
+@operation
 def checkpoint(cache: Cache, seq: Int) -> Snapshot:
     """A small value that `rewind` can later take the sequence back to; seq must be in the cache."""
     seq = jnp.clip(jnp.asarray(seq, jnp.int32), 0, cache.n_seq_max - 1)
@@ -52,6 +55,7 @@ def _past(cache: Cache, ends: Array) -> Array:
     return jnp.stack(found, axis=1) if found else jnp.zeros((cache.n_seq_max, 0, 2), jnp.uint32)
 
 
+@operation
 def try_rewind(cache: Cache, seq: Int, snapshot: Snapshot) -> tuple[Cache, Array]:
     """Take `seq` back to a snapshot: (cache, ok), jittable; refused unless its cells hold that very past."""
     seq = jnp.asarray(seq, jnp.int32)
