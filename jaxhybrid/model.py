@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,14 +10,14 @@ from flax import struct
 from jax import Array
 
 from jaxhybrid.batch import Ubatch
+from jaxhybrid.block import Wiring, block, layer_spec, shared_spec
 from jaxhybrid.cache import hybrid
 from jaxhybrid.cache.hybrid import Cache, Memory
-from jaxhybrid.hparams import Hparams, Layer
-from jaxhybrid.mixers import attention, mamba2
+from jaxhybrid.hparams import Hparams
 from jaxhybrid.mixers.memory import Causal, RowStates
 from jaxhybrid.ops.linear import linear
-from jaxhybrid.ops.mlp import mlp, mlp_spec, moe, moe_spec
 from jaxhybrid.ops.norms import rms_norm
+from jaxhybrid.ops.scale import times
 from jaxhybrid.params import Params, TensorSpec, Tree, initialise, matrix, vector
 
 OK, NO_ROOM, NON_FINITE, BAD_ROW = 0, 1, 2, 3
@@ -37,43 +36,19 @@ class StepOutput(struct.PyTreeNode):
 
 
 def spec(hparams: Hparams) -> Tree:
-    """The tree of `TensorSpec` of a model: {"embed", "layers": {"0": ...}, "norm", "head"?}."""
-    d_model, vocab = hparams.d_model, hparams.vocab_size
+    """The tree of `TensorSpec` of a model: {"embed", "layers": {"0": ...}, "shared"?, "norm", "head"?}."""
+    d_model, vocab, wiring = hparams.d_model, hparams.vocab_size, Wiring.of(hparams)
     tree: Tree = {
         "embed": {"weight": TensorSpec((vocab, d_model), ("vocab", "embed"), fan_in=d_model)},
-        "layers": {
-            str(i): _layer_spec(layer, d_model, _norm_init(hparams)) for i, layer in enumerate(hparams.layers)
-        },
-        "norm": {"weight": vector(d_model, "embed", _norm_init(hparams))},
+        "layers": {str(i): layer_spec(layer, d_model, wiring) for i, layer in enumerate(hparams.layers)},
+        "norm": {"weight": vector(d_model, "embed", wiring.norm_init)},
     }
+    for i, layer in enumerate(hparams.layers):
+        number = hparams.shared_block_of(i)
+        if number is not None:
+            tree.setdefault("shared", {}).setdefault(str(number), shared_spec(layer, d_model, wiring))
     if not hparams.tie_embeddings:
         tree["head"] = {"weight": matrix(vocab, d_model, "vocab", "embed")}
-    return tree
-
-
-def _norm_init(hparams: Hparams) -> str:
-    """A norm begins as the identity."""
-    return "zeros" if hparams.norm_offset else "ones"
-
-
-def _layer_spec(layer: Layer, d_model: int, norm: str) -> Tree:
-    tree: Tree = {}
-    if layer.attention is not None or layer.recurrent is not None:
-        tree["norm"] = vector(d_model, "embed", norm)
-        if layer.post_norms:
-            tree["post_norm"] = vector(d_model, "embed", norm)
-    if layer.attention is not None:
-        tree["attention"] = attention.spec(layer.attention, d_model, norm)
-    if layer.recurrent is not None:
-        tree["mamba2"] = mamba2.spec(layer.recurrent, d_model)
-    if layer.mlp is not None or layer.moe is not None:
-        tree["mlp_norm"] = vector(d_model, "embed", norm)
-        if layer.post_norms:
-            tree["mlp_post_norm"] = vector(d_model, "embed", norm)
-    if layer.mlp is not None:
-        tree["mlp"] = mlp_spec(layer.mlp, d_model)
-    if layer.moe is not None:
-        tree["moe"] = moe_spec(layer.moe, d_model)
     return tree
 
 
@@ -82,69 +57,7 @@ def init_params(hparams: Hparams, key: Array, dtype: Any = jnp.float32) -> Param
     return Params(initialise(spec(hparams), key, jnp.dtype(dtype)), hparams)
 
 
-# ------------------------------------------------------------------------------------ the layers
-
-
-class _Wiring(NamedTuple):
-    """The hparams that a block needs, and nothing that differs between models of one shape."""
-
-    norm_eps: float
-    norm_offset: float
-    residual_multiplier: float
-
-    @staticmethod
-    def of(hp: Hparams) -> _Wiring:
-        return _Wiring(hp.norm_eps, hp.norm_offset, hp.residual_multiplier)
-
-
-@partial(jax.jit, static_argnames=("layer", "wiring"))
-def _block(
-    p: Tree,
-    x: Array,
-    memory: tuple[Any, Any],
-    positions: Array,
-    lengths: Array,
-    *,
-    layer: Layer,
-    wiring: _Wiring,
-) -> tuple[Array, tuple[Any, Any]]:
-    """One layer: x [B, T, D] and its (cells, slots) to the same. Traced once per layer kind."""
-    stored, state = memory
-
-    def normed(x: Array, name: str) -> Array:
-        return rms_norm(x, p[name], wiring.norm_eps, wiring.norm_offset)
-
-    def added(x: Array, parts: list[Array], post_norm: str) -> Array:
-        y = sum(parts[1:], parts[0])
-        y = normed(y, post_norm) if layer.post_norms else y
-        return x + wiring.residual_multiplier * y.astype(x.dtype)
-
-    if layer.attention is not None or layer.recurrent is not None:
-        h = normed(x, "norm").astype(_dtype(p))
-        mixed = []
-        if layer.attention is not None:
-            y, stored = attention.apply(
-                p["attention"], h, stored, positions, layer.attention, wiring.norm_offset
-            )
-            mixed.append(y)
-        if layer.recurrent is not None:
-            y, state = mamba2.apply(p["mamba2"], h, state, lengths, layer.recurrent)
-            mixed.append(y)
-        x = added(x, mixed, "post_norm")
-    if layer.mlp is not None or layer.moe is not None:
-        h = normed(x, "mlp_norm").astype(_dtype(p))
-        fed = []
-        if layer.moe is not None:
-            fed.append(moe(p["moe"], h, layer.moe))
-        if layer.mlp is not None:
-            fed.append(mlp(p["mlp"], h, layer.mlp))
-        x = added(x, fed, "mlp_post_norm")
-    return x, (stored, state)
-
-
-def _dtype(p: Tree) -> Any:
-    """The dtype of a layer's weights: that of its first matrix."""
-    return next(leaf.dtype for leaf in jax.tree.leaves(p) if leaf.ndim > 1)
+# -------------------------------------------------------------------------------- both ends
 
 
 def _embed(params: Params, tokens: Array) -> Array:
@@ -162,7 +75,27 @@ def _logits(params: Params, x: Array) -> Array:
     """The head: normed x [..., D] to float32 [..., V]."""
     hp = params.hparams
     weight = params["embed" if hp.tie_embeddings else "head"]["weight"]
-    return linear(x, weight, dtype=jnp.dtype(jnp.float32)) / hp.logits_divisor
+    logits = times(linear(x, weight, dtype=jnp.dtype(jnp.float32)), hp.logits_multiplier)
+    cap = hp.logits_soft_cap
+    return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+
+def _block(params: Params, i: int, x: Array, embedded: Array, memory: tuple[Any, Any], *where: Array) -> Any:
+    """Layer `i`, with the weights it shares with others."""
+    hp = params.hparams
+    number = hp.shared_block_of(i)
+    shared = None if number is None else params["shared"][str(number)]
+    return block(
+        params["layers"][str(i)],
+        shared,
+        x,
+        None if shared is None else embedded,
+        memory,
+        *where,
+        layer=hp.layers[i],
+        wiring=Wiring.of(hp),
+        dtype=params.dtype,
+    )
 
 
 # ---------------------------------------------------------------------------------- entry points
@@ -211,13 +144,11 @@ def encode(params: Params, cache: Cache, ubatch: Ubatch) -> tuple[Array, Array, 
         ~jnp.any(bad),
     )
 
-    x = _embed(params, ubatch.tokens)
-    wiring = _Wiring.of(hp)
+    x = embedded = _embed(params, ubatch.tokens)
     memories = []
-    for i, layer in enumerate(hp.layers):
+    for i in range(hp.n_layers):
         memory = hybrid.memory_of(planned, i, plan)
-        p = params["layers"][str(i)]
-        x, memory = _block(p, x, memory, plan.positions, lengths, layer=layer, wiring=wiring)
+        x, memory = _block(params, i, x, embedded, memory, plan.positions, lengths)
         memories.append(Memory(*memory))
     planned = hybrid.with_memories(planned, memories)
     valid = jnp.arange(n_tokens) < lengths[:, None]
@@ -238,14 +169,12 @@ def forward(params: Params, tokens: Array, lengths: Array | None = None) -> Arra
     if lengths is None:
         lengths = jnp.full(rows, n_tokens, jnp.int32)
     positions = jnp.broadcast_to(jnp.arange(n_tokens, dtype=jnp.int32), tokens.shape)
-    x = _embed(params, tokens)
-    wiring = _Wiring.of(hp)
+    x = embedded = _embed(params, tokens)
     for i, layer in enumerate(hp.layers):
         causal = Causal(valid=positions < lengths[:, None], window=hp.window_of(i))
         state = None
         if layer.recurrent is not None:
             shapes = layer.recurrent.state_shapes
             state = RowStates({n: jnp.zeros((rows, *s), jnp.float32) for n, s in shapes.items()})
-        p = params["layers"][str(i)]
-        x, _ = _block(p, x, (causal, state), positions, lengths, layer=layer, wiring=wiring)
+        x, _ = _block(params, i, x, embedded, (causal, state), positions, lengths)
     return _logits(params, _final_norm(params, x))

@@ -96,9 +96,9 @@ def test_state_shapes_are_known_without_weights_and_per_layer():
     assert hp.is_recurrent_layer(1) and hp.is_attention_layer(1)
     assert hp.state_shapes(0) == {"conv": (3, 32 + 2 * 2 * 9), "ssm": (4, 8, 9)}
     assert hp.state_shapes(1) == {"conv": (3, 32 + 2 * 2 * 6), "ssm": (4, 8, 6)}
-    assert hp.cell_shape(1) == (2, 4)
+    assert hp.cell_shapes(1) == ((2, 4), (2, 4))
     with pytest.raises(HparamsError, match="layer 0 holds no K/V"):
-        hp.cell_shape(0)
+        hp.cell_shapes(0)
     neither = dataclasses.replace(hp, attention_layer_indices=(), recurrent_layer_indices=(0,))
     assert neither.layers[1].attention is None and neither.layers[1].recurrent is None
     with pytest.raises(HparamsError, match="layer 1 holds no recurrent state"):

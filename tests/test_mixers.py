@@ -17,7 +17,8 @@ from jaxhybrid.hparams import AttentionHparams, Mamba2Hparams, MlpHparams, MoeHp
 from jaxhybrid.mixers import attention, mamba2
 from jaxhybrid.mixers.memory import Causal, RowStates
 from jaxhybrid.ops.causal_conv import causal_conv
-from jaxhybrid.ops.mlp import mlp, mlp_spec, moe, moe_spec
+from jaxhybrid.ops.mlp import mlp, mlp_spec
+from jaxhybrid.ops.moe import moe, moe_spec
 from jaxhybrid.ops.norms import grouped_rms_norm, rms_norm
 from jaxhybrid.params import Tree, flatten, unflatten
 
@@ -89,7 +90,7 @@ def mamba2_row(p: Tree, x: np.ndarray, conv: np.ndarray, ssm: np.ndarray, hp: Ma
 def apply_mamba2(
     p: Tree, x: Any, state: Any, lengths: Any, hp: Mamba2Hparams, form: Any = None
 ) -> tuple[Any, Any]:
-    y, memory = mamba2.apply(p, x, RowStates(state), lengths, hp, form)
+    y, memory = mamba2.apply(p, x, RowStates(state), jnp.zeros(x.shape[:2], jnp.int32), lengths, hp, form)
     return y, memory.states
 
 
@@ -104,7 +105,7 @@ def by_one_token(
 
 
 FORMS: dict[str, Any] = {
-    "sequential": partial(apply_mamba2, form=mamba2.sequential),
+    "sequential": partial(apply_mamba2, form="sequential"),
     "one_token": by_one_token,
     **{
         f"chunk {n}": lambda p, x, s, lengths, hp, n=n: apply_mamba2(
@@ -289,7 +290,7 @@ def test_attention_agrees_with_the_definition(name):
     hp, lengths, first = ATTENTIONS[name], [7, 3, 1], np.array([0, 40, 300])
     p, x = random_tree(attention.spec(hp, D_MODEL)), normal(ROWS, 7, D_MODEL)
     memory = Causal(valid=jnp.arange(7) < jnp.asarray(lengths)[:, None])
-    y, _ = apply_attention(p, x, memory, first[:, None] + np.arange(7), hp)
+    y, _ = apply_attention(p, x, memory, first[:, None] + np.arange(7), np.asarray(lengths), hp)
     for row, n in enumerate(lengths):
         close(y[row, :n], attention_row(p, x[row, :n], first[row], hp))
 

@@ -23,7 +23,7 @@ def tiny(attention_layers=(1,)):
         attention=AttentionHparams(n_heads=4, n_kv_heads=2, head_dim=8, scale=0.3),
         recurrent=Mamba2Hparams(n_heads=4, head_dim=16, state_size=8, chunk=4),
         mlp=MlpHparams(48),
-        logits_divisor=0.25,
+        logits_multiplier=4.0,
         tie_embeddings=True,
     )
     return jh.init_params(hparams, jax.random.key(7))

@@ -20,7 +20,7 @@ _NEVER = jnp.iinfo(jnp.int32).max
 
 
 class AttentionCache(struct.PyTreeNode):
-    """keys, values: one [streams, KV heads, S, head size] a layer in `layers`.
+    """keys, values: one [streams, KV heads, S, head size] a layer in `layers`; the two may differ in size.
 
     positions: int32 [streams, S], -1 where a cell is empty. tokens: int32 [streams, S], the token ids.
     owners: bool [1, S, sequences] when unified, else None. lost: int32 [sequences] when windowed, the
@@ -94,7 +94,7 @@ class LayerCells(struct.PyTreeNode):
 
 def create(
     layers: tuple[int, ...],
-    cell_shapes: tuple[tuple[int, int], ...],
+    cell_shapes: tuple[tuple[tuple[int, int], tuple[int, int]], ...],
     ropes: tuple[RopeHparams | None, ...],
     window: int | None,
     n_cells: int,
@@ -105,12 +105,13 @@ def create(
 ) -> AttentionCache:
     streams = 1 if unified else n_seq_max
 
-    def buffers(dtype: jnp.dtype) -> tuple[Array, ...]:
-        return tuple(jnp.zeros((streams, heads, n_cells, size), dtype) for heads, size in cell_shapes)
+    def buffers(dtype: jnp.dtype, of: int) -> tuple[Array, ...]:
+        shapes = [shape[of] for shape in cell_shapes]
+        return tuple(jnp.zeros((streams, heads, n_cells, size), dtype) for heads, size in shapes)
 
     return AttentionCache(
-        keys=buffers(k_dtype),
-        values=buffers(v_dtype),
+        keys=buffers(k_dtype, 0),
+        values=buffers(v_dtype, 1),
         positions=jnp.full((streams, n_cells), -1, jnp.int32),
         tokens=jnp.zeros((streams, n_cells), jnp.int32),
         owners=jnp.zeros((1, n_cells, n_seq_max), bool) if unified else None,

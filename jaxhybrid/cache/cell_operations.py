@@ -10,7 +10,7 @@ from jax import Array, lax
 
 from jaxhybrid.cache.attention import AttentionCache, held, n_free
 from jaxhybrid.hparams import RopeHparams
-from jaxhybrid.ops.rope import rotate
+from jaxhybrid.ops.rope import rotate_further
 
 
 def clear(cache: AttentionCache, data: bool) -> AttentionCache:
@@ -203,7 +203,7 @@ def _turned(cache: AttentionCache, seq: Array, turn: Array) -> tuple[Array, ...]
 
         def rotated(stream: Array, old: Array) -> Array:
             by = lax.dynamic_index_in_dim(turn, stream)
-            turned = rotate(old.swapaxes(1, 2), by, rope).swapaxes(1, 2)
+            turned = rotate_further(old.swapaxes(1, 2), by, rope).swapaxes(1, 2)
             return jnp.where((by != 0)[:, None, :, None], turned, old)
 
         return _set_streams(keys, first + everyone, rotated, n)

@@ -90,7 +90,7 @@ def build(hparams: Hparams, sizes: Sizes) -> Cache:
             return None
         return attention.create(
             layers,
-            tuple(hparams.cell_shape(i) for i in layers),
+            tuple(hparams.cell_shapes(i) for i in layers),
             tuple(hparams.rope_of(i) for i in layers),
             window,
             n_cells,

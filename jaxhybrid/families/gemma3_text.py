@@ -9,16 +9,14 @@ from typing import Any
 
 from jaxhybrid.errors import HparamsError
 from jaxhybrid.families.llama import attention_tensors, mlp_tensors
-from jaxhybrid.families.names import Fields, Source, checked_heads, one
+from jaxhybrid.families.names import Fields, Source, attention_heads, ends, layer_words, one
 from jaxhybrid.hparams import AttentionHparams, Hparams, MlpHparams, RopeHparams
 
 
 def hparams(config: dict[str, Any]) -> Hparams:
     c = Fields(config)
     d_model, n_layers = c.integer("hidden_size"), c.integer("num_hidden_layers")
-    heads = c.integer("num_attention_heads")
-    kv_heads = c.integer("num_key_value_heads", heads)
-    checked_heads(heads, kv_heads)
+    heads, kv_heads = attention_heads(c)
     head_dim = c.integer("head_dim", 256)
     for field in ("attn_logit_softcapping", "final_logit_softcapping"):
         if c.get(field) is not None:
@@ -38,6 +36,7 @@ def hparams(config: dict[str, Any]) -> Hparams:
         bias=bias,
         out_bias=bias,
         qk_norm_eps=eps,
+        qk_norm_offset=1.0,
     )
     local = dataclasses.replace(full, rope=local_rope, window=c.integer("sliding_window", 4096))
     return Hparams(
@@ -48,7 +47,7 @@ def hparams(config: dict[str, Any]) -> Hparams:
         attention_layer_indices=tuple(range(n_layers)),
         attention=tuple(local if is_local else full for is_local in _local_layers(c, n_layers)),
         mlp=MlpHparams(c.integer("intermediate_size"), c.text("hidden_activation", "gelu_pytorch_tanh")),
-        post_norms=True,
+        norms="both",
         norm_eps=eps,
         norm_offset=1.0,
         embedding_multiplier=math.sqrt(d_model),
@@ -59,16 +58,10 @@ def hparams(config: dict[str, Any]) -> Hparams:
 
 def _local_layers(c: Fields, n_layers: int) -> list[bool]:
     """Which layers have the window: by `layer_types`, or all but every n-th."""
-    words = c.get("layer_types")
-    if words is None:
-        pattern = c.integer("sliding_window_pattern", c.get("_sliding_window_pattern", 6))
-        return [(i + 1) % pattern != 0 for i in range(n_layers)]
-    if not isinstance(words, list) or len(words) != n_layers:
-        raise HparamsError(f"layer_types: must be a list of {n_layers} words, one a layer")
-    for i, word in enumerate(words):
-        if word not in ("sliding_attention", "full_attention"):
-            raise HparamsError(f"layer_types: unknown layer kind {word!r} at layer {i}")
-    return [word == "sliding_attention" for word in words]
+    pattern = c.integer("sliding_window_pattern", c.get("_sliding_window_pattern", 6))
+    default = ["sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(n_layers)]
+    known = {"sliding_attention": "window", "full_attention": "all"}
+    return [word == "window" for word in layer_words(c, n_layers, known, default)]
 
 
 def _ropes(c: Fields, head_dim: int) -> tuple[RopeHparams, RopeHparams]:
@@ -88,23 +81,15 @@ def _ropes(c: Fields, head_dim: int) -> tuple[RopeHparams, RopeHparams]:
 
 
 def tensors(hp: Hparams) -> dict[str, Source]:
-    d, vocab = hp.d_model, hp.vocab_size
-    found = {
-        "embed.weight": one("model.embed_tokens.weight", vocab, d),
-        "norm.weight": one("model.norm.weight", d),
-    }
-    if not hp.tie_embeddings:
-        found["head.weight"] = one("lm_head.weight", vocab, d)
+    d = hp.d_model
+    found = ends(hp, "model.embed_tokens.weight", "model.norm.weight")
     for i, layer in enumerate(hp.layers):
         ours, theirs = f"layers.{i}", f"model.layers.{i}"
-        assert layer.mlp is not None and layer.attention is not None
         found |= {
             f"{ours}.norm": one(f"{theirs}.input_layernorm.weight", d),
             f"{ours}.post_norm": one(f"{theirs}.post_attention_layernorm.weight", d),
             f"{ours}.mlp_norm": one(f"{theirs}.pre_feedforward_layernorm.weight", d),
             f"{ours}.mlp_post_norm": one(f"{theirs}.post_feedforward_layernorm.weight", d),
-            f"{ours}.attention.q_norm": one(f"{theirs}.self_attn.q_norm.weight", layer.attention.head_dim),
-            f"{ours}.attention.k_norm": one(f"{theirs}.self_attn.k_norm.weight", layer.attention.head_dim),
             **attention_tensors(f"{ours}.attention", f"{theirs}.self_attn", layer.attention, d),
             **mlp_tensors(f"{ours}.mlp", f"{theirs}.mlp", layer.mlp, d),
         }

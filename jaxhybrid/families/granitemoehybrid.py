@@ -7,13 +7,14 @@ from typing import Any
 from jaxhybrid.errors import HparamsError
 from jaxhybrid.families.llama import attention_tensors
 from jaxhybrid.families.mamba2 import mixer_tensors
-from jaxhybrid.families.names import Fields, Source, checked_heads, one
+from jaxhybrid.families.names import Fields, Source, attention_heads, ends, experts_per_token, one
 from jaxhybrid.hparams import (
     AttentionHparams,
     Hparams,
     Mamba2Hparams,
     MlpHparams,
     MoeHparams,
+    Residual,
     resolve_layers,
 )
 
@@ -28,6 +29,7 @@ def hparams(config: dict[str, Any]) -> Hparams:
     )
     activation, eps = c.activation(bool(recurrent_layers)), c.number("rms_norm_eps", 1e-6)
     n_experts = c.integer("num_local_experts", 0, least=0)
+    residual = Residual(branch=c.number("residual_multiplier", 1.0))
     return Hparams(
         family="granitemoehybrid",
         n_layers=n_layers,
@@ -36,22 +38,21 @@ def hparams(config: dict[str, Any]) -> Hparams:
         attention_layer_indices=attention_layers,
         recurrent_layer_indices=recurrent_layers,
         attention=_attention(c, d_model) if attention_layers else None,
-        recurrent=_mamba2(c, d_model, eps) if recurrent_layers else None,
+        recurrent=mamba2_hparams(c, d_model, eps) if recurrent_layers else None,
         mlp=MlpHparams(c.integer("shared_intermediate_size", 1024), activation),
         moe=_moe(c, n_experts, activation) if n_experts else None,
         norm_eps=eps,
         embedding_multiplier=c.number("embedding_multiplier", 1.0),
-        residual_multiplier=c.number("residual_multiplier", 1.0),
-        logits_divisor=c.number("logits_scaling", 1.0),
+        mixer_residual=residual,
+        feed_forward_residual=residual,
+        logits_multiplier=1 / c.number("logits_scaling", 1.0),
         tie_embeddings=c.flag("tie_word_embeddings", True),
         context_length=c.integer("max_position_embeddings", 2048),
     )
 
 
 def _attention(c: Fields, d_model: int) -> AttentionHparams:
-    heads = c.integer("num_attention_heads")
-    kv_heads = c.integer("num_key_value_heads", heads)
-    checked_heads(heads, kv_heads)
+    heads, kv_heads = attention_heads(c)
     head_dim = d_model // heads
     kind = c.text("position_embedding_type", "nope")
     if kind not in ("nope", "rope"):
@@ -68,15 +69,17 @@ def _attention(c: Fields, d_model: int) -> AttentionHparams:
     )
 
 
-def _mamba2(c: Fields, d_model: int, eps: float) -> Mamba2Hparams:
+def mamba2_hparams(c: Fields, d_model: int, eps: float) -> Mamba2Hparams:
+    """The mixer by the fields that Granite, Bamba and Falcon-H1 share."""
     heads = c.integer("mamba_n_heads", 128)
-    inner = c.integer("mamba_expand", 2) * d_model
+    inner = c.get("mamba_d_ssm")
+    inner = c.integer("mamba_expand", 2) * d_model if inner is None else c.integer("mamba_d_ssm")
     head_dim = c.get("mamba_d_head", "auto")
     head_dim = inner // heads if head_dim == "auto" else c.integer("mamba_d_head")
     if heads * head_dim != inner:
         raise HparamsError(
-            f"mamba_n_heads: {heads} heads of mamba_d_head={head_dim} do not make "
-            f"mamba_expand * hidden_size = {inner}"
+            f"mamba_n_heads: {heads} heads of mamba_d_head={head_dim} do not make the width {inner} "
+            "(mamba_expand * hidden_size, or mamba_d_ssm)"
         )
     dt_min, dt_max = c.pair("time_step_limit", (0.0, float("inf")))
     return Mamba2Hparams(
@@ -94,20 +97,13 @@ def _mamba2(c: Fields, d_model: int, eps: float) -> Mamba2Hparams:
 
 
 def _moe(c: Fields, n_experts: int, activation: str) -> MoeHparams:
-    top_k = c.integer("num_experts_per_tok", 2)
-    if top_k > n_experts:
-        raise HparamsError(f"num_experts_per_tok: {top_k} exceeds num_local_experts={n_experts}")
+    top_k = experts_per_token(c, n_experts, "num_local_experts")
     return MoeHparams(n_experts, top_k, c.integer("intermediate_size"), activation)
 
 
 def tensors(hp: Hparams) -> dict[str, Source]:
-    d, vocab = hp.d_model, hp.vocab_size
-    found = {
-        "embed.weight": one("model.embed_tokens.weight", vocab, d),
-        "norm.weight": one("model.norm.weight", d),
-    }
-    if not hp.tie_embeddings:
-        found["head.weight"] = one("lm_head.weight", vocab, d)
+    d = hp.d_model
+    found = ends(hp, "model.embed_tokens.weight", "model.norm.weight")
     for i, layer in enumerate(hp.layers):
         ours, theirs = f"layers.{i}", f"model.layers.{i}"
         assert layer.mlp is not None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from jaxhybrid.errors import HparamsError
-from jaxhybrid.families.names import Fields, Source, one
+from jaxhybrid.families.names import Fields, Source, ends, one
 from jaxhybrid.hparams import Hparams, Mamba2Hparams
 
 
@@ -45,13 +45,8 @@ def hparams(config: dict[str, Any]) -> Hparams:
 
 
 def tensors(hp: Hparams) -> dict[str, Source]:
-    d, vocab = hp.d_model, hp.vocab_size
-    found = {
-        "embed.weight": one("backbone.embeddings.weight", vocab, d),
-        "norm.weight": one("backbone.norm_f.weight", d),
-    }
-    if not hp.tie_embeddings:
-        found["head.weight"] = one("lm_head.weight", vocab, d)
+    d = hp.d_model
+    found = ends(hp, "backbone.embeddings.weight", "backbone.norm_f.weight")
     for i, layer in enumerate(hp.layers):
         ours, theirs = f"layers.{i}", f"backbone.layers.{i}"
         found[f"{ours}.norm"] = one(f"{theirs}.norm.weight", d)
@@ -59,9 +54,9 @@ def tensors(hp: Hparams) -> dict[str, Source]:
     return found
 
 
-def mixer_tensors(ours: str, theirs: str, hp: Mamba2Hparams | None, d: int) -> dict[str, Source]:
+def mixer_tensors(ours: str, theirs: str, hp: object, d: int) -> dict[str, Source]:
     """A Mamba-2 mixer as transformers names it in every family."""
-    assert hp is not None
+    assert isinstance(hp, Mamba2Hparams)
     projected = hp.d_inner + hp.conv_channels + hp.n_heads
     found = {
         f"{ours}.in_proj": one(f"{theirs}.in_proj.weight", projected, d),
@@ -69,9 +64,10 @@ def mixer_tensors(ours: str, theirs: str, hp: Mamba2Hparams | None, d: int) -> d
         f"{ours}.a_log": one(f"{theirs}.A_log", hp.n_heads),
         f"{ours}.dt_bias": one(f"{theirs}.dt_bias", hp.n_heads),
         f"{ours}.d": one(f"{theirs}.D", hp.n_heads),
-        f"{ours}.norm": one(f"{theirs}.norm.weight", hp.d_inner),
         f"{ours}.out": one(f"{theirs}.out_proj.weight", d, hp.d_inner),
     }
+    if hp.gated_norm is not None:
+        found[f"{ours}.norm"] = one(f"{theirs}.norm.weight", hp.d_inner)
     if hp.conv_bias:
         found[f"{ours}.conv_bias"] = one(f"{theirs}.conv1d.bias", hp.conv_channels)
     if hp.bias:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import re
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -15,17 +13,16 @@ import numpy as np
 from jax import Array
 
 from jaxhybrid.errors import CheckpointError
-from jaxhybrid.families import Source, family, hparams_from_config, tensors_of
+from jaxhybrid.families import Source, hparams_from_config, tensors_of
 from jaxhybrid.files.config import read_config, write_json
 from jaxhybrid.files.hub import resolve_model
+from jaxhybrid.files.mapping import FLOATS, map_tensors, read_parameter, split_parameter
 from jaxhybrid.files.tensors import TensorFiles, write_safetensors
 from jaxhybrid.model import spec
-from jaxhybrid.params import Params, TensorSpec, flatten, unflatten
+from jaxhybrid.params import Params, flatten, unflatten
 
 Progress = Callable[[int, int], None]
 """Called with (bytes read, bytes in all) after each parameter."""
-
-_FLOATS = {"F16": jnp.float16, "BF16": jnp.bfloat16, "F32": jnp.float32, "F64": jnp.float32}
 
 
 def load_params(path: str | Path, dtype: Any = None, *, progress: Progress | None = None) -> Params:
@@ -37,29 +34,25 @@ def load_params(path: str | Path, dtype: Any = None, *, progress: Progress | Non
     """
     folder = resolve_model(str(path))
     hparams = hparams_from_config(read_config(folder))
-    kind = family(hparams.family)
     with TensorFiles(folder) as files:
-        by_name = _canonical_names(files, kind.renamed)
-        sources = _resolved(tensors_of(hparams), by_name, files)
-        unused = sorted(set(by_name) - {n for s in sources.values() for n in s.names})
-        unused = [n for n in unused if not any(re.fullmatch(p, n) for p in kind.ignored)]
-        if hparams.tie_embeddings:
-            unused = [n for n in unused if n != "lm_head.weight"]
-        if unused:
-            more = f" and {len(unused) - 1} more" if len(unused) > 1 else ""
-            warnings.warn(f"{folder}: tensor {unused[0]}{more} not used by this model", stacklevel=2)
-        weights_dtype = _weights_dtype(files, by_name[sources["embed.weight"].names[0]], dtype)
+        mapping = map_tensors(hparams, files)
+        mapping.raise_for_errors()
+        if mapping.unexpected:
+            first, *others = mapping.unexpected
+            more = f" and {len(others)} more" if others else ""
+            warnings.warn(f"{folder}: tensor {first}{more} not used by this model", stacklevel=2)
+        weights_dtype = _weights_dtype(files.dtype(mapping.sources["embed.weight"].names[0]), dtype)
         specs = flatten(spec(hparams))
         total = sum(s.size for s in specs.values())
         found: dict[str, Array] = {}
         done = 0
-        for path_, tensor_spec in specs.items():
-            source = Source(tuple(by_name[n] for n in sources[path_].names), sources[path_].shape)
-            found[path_] = _read(files, source, tensor_spec, weights_dtype)
-            done += tensor_spec.size
+        for name, tensor in specs.items():
+            stored = read_parameter(files, mapping.sources[name], tensor.shape)
+            found[name] = jnp.asarray(stored, dtype=jnp.float32 if tensor.float32 else weights_dtype)
+            done += tensor.size
             if progress is not None:
                 progress(done, total)
-        _warn_if_not_finite(found, sources)
+        _warn_if_not_finite(found, mapping.sources)
     return Params(unflatten(found), hparams)
 
 
@@ -75,66 +68,17 @@ def save_params(params: Params, folder: str | Path, config: dict[str, Any], dtyp
     flat = flatten(params.tensors)
     out: dict[str, np.ndarray] = {}
     for path, source in tensors_of(params.hparams).items():
-        array = np.asarray(flat[path])
-        array = array.astype(jnp.dtype(dtype or params.dtype))
-        parts = array.reshape(len(source.names), *source.shape)
-        out |= dict(zip(source.names, parts, strict=True))
+        array = np.asarray(flat[path]).astype(jnp.dtype(dtype or params.dtype))
+        out |= split_parameter(array, source)
     write_safetensors(folder / "model.safetensors", out)
     write_json(folder / "config.json", config)
 
 
-def _canonical_names(files: TensorFiles, renamed: tuple[tuple[str, str], ...]) -> dict[str, str]:
-    """Name as the family writes it: name in the file."""
-    found = {}
-    for name in files.names():
-        canonical = name
-        for pattern, replacement in renamed:
-            canonical = re.sub(pattern, replacement, canonical)
-        found[canonical] = name
-    return found
-
-
-def _resolved(sources: dict[str, Source], by_name: dict[str, str], files: TensorFiles) -> dict[str, Source]:
-    for source in sources.values():
-        for name in source.names:
-            if name not in by_name:
-                near = [n for n in by_name if n.rsplit(".", 1)[0] == name.rsplit(".", 1)[0]]
-                hint = f" (it has {near[0]})" if near else ""
-                raise CheckpointError(
-                    f"tensor {name} of shape {source.shape} is missing from the files{hint}; "
-                    "the download is incomplete or config.json is of another model"
-                )
-            shape = files.shape(by_name[name])
-            if shape != source.shape:
-                raise CheckpointError(
-                    f"{files.file_of(by_name[name])}: tensor {name} has shape {shape}, config.json "
-                    f"asks for {source.shape}; the files do not belong together"
-                )
-            kind = files.dtype(by_name[name])
-            if kind not in _FLOATS:
-                raise CheckpointError(
-                    f"{files.file_of(by_name[name])}: tensor {name} has dtype {kind}; "
-                    "only F32, BF16, F16 and F64 weights can be read"
-                )
-    return sources
-
-
-def _weights_dtype(files: TensorFiles, embedding: str, dtype: Any) -> jnp.dtype:
+def _weights_dtype(stored: str, dtype: Any) -> jnp.dtype:
     if dtype is not None:
         return jnp.dtype(dtype)
-    stored = _FLOATS[files.dtype(embedding)]
-    return jnp.dtype(jnp.bfloat16 if stored == jnp.float16 else stored)
-
-
-def _read(files: TensorFiles, source: Source, tensor: TensorSpec, dtype: jnp.dtype) -> Array:
-    dtype = jnp.dtype(jnp.float32) if tensor.float32 else dtype
-    if math.prod(source.shape) * len(source.names) != tensor.size:
-        raise CheckpointError(f"tensor {source.names[0]}: {source.shape} does not make {tensor.shape}")
-    if len(source.names) == 1:
-        stored = files.read(source.names[0])
-    else:
-        stored = np.stack([files.read(name) for name in source.names])
-    return jnp.asarray(stored.reshape(tensor.shape), dtype=dtype)
+    found = jnp.dtype(FLOATS[stored])
+    return jnp.dtype(jnp.bfloat16) if found == jnp.float16 else found
 
 
 @jax.jit

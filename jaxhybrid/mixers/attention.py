@@ -8,60 +8,90 @@ from jax import Array
 
 from jaxhybrid.hparams import AttentionHparams
 from jaxhybrid.mixers.memory import KeyValues
+from jaxhybrid.ops.adapter import adapter_spec, with_adapter
 from jaxhybrid.ops.linear import linear, precision_of
 from jaxhybrid.ops.norms import rms_norm
 from jaxhybrid.ops.rope import rotate
+from jaxhybrid.ops.scale import times
 from jaxhybrid.params import Tree, matrix, vector
 
 
-def spec(hp: AttentionHparams, d_model: int, norm: str = "ones") -> Tree:
-    """norm: how weights of norms are initialised, which depends on what is added to them."""
+def spec(hp: AttentionHparams, d_model: int) -> Tree:
+    """With a gate for each element, `q` holds [n_heads, 2 head_dim]: a head's query, then its gate."""
+    d_in = hp.d_in or d_model
+    n_kv = hp.n_kv_heads * hp.head_dim
+    widths = {"q": hp.n_heads * hp.head_dim, "k": n_kv, "v": n_kv}
+    axes = {"q": "heads", "k": "kv_heads", "v": "kv_heads"}
+    n_queries = widths["q"] * (2 if hp.gate == "element" else 1)
     tree: Tree = {
-        "q": matrix(hp.n_heads * hp.head_dim, d_model, "heads", "embed"),
-        "k": matrix(hp.n_kv_heads * hp.head_dim, d_model, "kv_heads", "embed"),
-        "v": matrix(hp.n_kv_heads * hp.head_dim, d_model, "kv_heads", "embed"),
-        "out": matrix(d_model, hp.n_heads * hp.head_dim, "embed", "heads"),
+        "q": matrix(n_queries, d_in, "heads", "embed"),
+        "k": matrix(widths["k"], d_in, "kv_heads", "embed"),
+        "v": matrix(widths["v"], d_in, "kv_heads", "embed"),
+        "out": matrix(d_model, widths["q"], "embed", "heads"),
     }
     if hp.bias:
         tree |= {
-            "q_bias": vector(hp.n_heads * hp.head_dim, "heads"),
-            "k_bias": vector(hp.n_kv_heads * hp.head_dim, "kv_heads"),
-            "v_bias": vector(hp.n_kv_heads * hp.head_dim, "kv_heads"),
+            f"{name}_bias": vector(n_queries if name == "q" else widths[name], axes[name]) for name in widths
         }
     if hp.out_bias:
         tree["out_bias"] = vector(d_model, "embed")
     if hp.qk_norm_eps is not None:
-        tree |= {"q_norm": vector(hp.head_dim, None, norm), "k_norm": vector(hp.head_dim, None, norm)}
+        init = "zeros" if hp.qk_norm_offset else "ones"
+        sizes = widths if hp.qk_norm_full else {"q": hp.head_dim, "k": hp.head_dim}
+        tree |= {f"{name}_norm": vector(sizes[name], None, init) for name in ("q", "k")}
+    if hp.gate == "head":
+        tree["gate"] = matrix(hp.n_heads, d_in, "heads", "embed")
     return tree
 
 
+def adapters_spec(hp: AttentionHparams, d_model: int) -> Tree:
+    """What `apply` finds beside its own parameters when there are adapters."""
+    if hp.adapter_rank is None:
+        return {}
+    d_in, n_kv = hp.d_in or d_model, hp.n_kv_heads * hp.head_dim
+    widths = {"q": hp.n_heads * hp.head_dim, "k": n_kv, "v": n_kv}
+    return {f"{name}_adapter": adapter_spec(n, d_in, hp.adapter_rank) for name, n in widths.items()}
+
+
 def apply(
-    p: Tree,
-    x: Array,
-    memory: KeyValues,
-    positions: Array,
-    hp: AttentionHparams,
-    norm_offset: float = 0.0,
+    p: Tree, x: Array, memory: KeyValues, positions: Array, lengths: Array, hp: AttentionHparams
 ) -> tuple[Array, KeyValues]:
-    """x [B, T, D] at positions [B, T] to ([B, T, D], memory after the tokens).
+    """x [B, T, d_in] at positions [B, T] to ([B, T, D], memory after the tokens).
 
-    norm_offset: added to the weights of the norms of q and k, where there are any.
+    lengths: real tokens of each row, which the memory knows already.
     """
+    del lengths
     rows, n_tokens = x.shape[:2]
+    x = times(x, hp.in_multiplier)
 
-    def heads(name: str, n: int) -> Array:
-        y = linear(x, p[name], p.get(f"{name}_bias"))
+    def projected(name: str) -> Array:
+        return with_adapter(p, name, x, linear(x, p[name], p.get(f"{name}_bias")))
+
+    def heads(y: Array, name: str, n: int) -> Array:
+        if hp.qk_norm_eps is None or name == "v":
+            return y.reshape(rows, n_tokens, n, hp.head_dim)
+        if not hp.qk_norm_full:
+            y = y.reshape(rows, n_tokens, n, hp.head_dim)
+        y = rms_norm(y, p[f"{name}_norm"], hp.qk_norm_eps, hp.qk_norm_offset)
         return y.reshape(rows, n_tokens, n, hp.head_dim)
 
-    q, k, v = heads("q", hp.n_heads), heads("k", hp.n_kv_heads), heads("v", hp.n_kv_heads)
-    if hp.qk_norm_eps is not None:
-        q = rms_norm(q, p["q_norm"], hp.qk_norm_eps, norm_offset)
-        k = rms_norm(k, p["k_norm"], hp.qk_norm_eps, norm_offset)
+    q, gate = projected("q"), None
+    if hp.gate == "element":
+        q, gate = jnp.split(q.reshape(rows, n_tokens, hp.n_heads, -1), 2, axis=-1)
+        q = q.reshape(rows, n_tokens, -1)
+    elif hp.gate == "head":
+        gate = linear(x, p["gate"])[..., None]
+    q = heads(q, "q", hp.n_heads)
+    k = heads(times(projected("k"), hp.key_multiplier), "k", hp.n_kv_heads)
+    v = heads(projected("v"), "v", hp.n_kv_heads)
     if hp.rope is not None:
         q, k = rotate(q, positions, hp.rope), rotate(k, positions, hp.rope)
     keys, values, mask, memory = memory.extend(k, v)
     y = attend(q, keys.astype(q.dtype), values.astype(q.dtype), mask, hp.scale)
-    return linear(y.reshape(rows, n_tokens, -1), p["out"], p.get("out_bias")), memory
+    if gate is not None:
+        y = y * jax.nn.sigmoid(gate)
+    y = linear(y.reshape(rows, n_tokens, -1), p["out"], p.get("out_bias"))
+    return times(y, hp.out_multiplier), memory
 
 
 def attend(q: Array, keys: Array, values: Array, mask: Array, scale: float) -> Array:
@@ -70,19 +100,43 @@ def attend(q: Array, keys: Array, values: Array, mask: Array, scale: float) -> A
     q: [B, T, H, K]. keys, values: [B or 1, KV heads, S, K]. mask: bool [B, T, S]; a query that sees
     nothing gets a finite, meaningless answer. Returns [B, T, H, K] in the dtype of q.
     """
+    return weighted_values(scores_of(q, keys), values, mask, scale)
+
+
+def scores_of(q: Array, keys: Array) -> Array:
+    """q [B, T, H, K] times keys [B or 1, KV heads, S, K]: float32 [B, KV heads, H / KV heads, T, S]."""
     rows, n_tokens, n_heads, size = q.shape
-    shared, n_kv = keys.shape[0] == 1 and rows > 1, keys.shape[1]
-    q = q.reshape(rows, n_tokens, n_kv, n_heads // n_kv, size)
+    q = q.reshape(rows, n_tokens, keys.shape[1], n_heads // keys.shape[1], size)
     options = {"precision": precision_of(q.dtype), "preferred_element_type": jnp.float32}
-    cells = "hsd" if shared else "bhsd"
-    k, v = (keys[0], values[0]) if shared else (keys, values)
+    k, cells = _shared(keys, rows)
     if n_tokens == 1:
         # keys on the left are read as they lie; on the right XLA's CPU compiler transposes all of them
-        scores = jnp.einsum(f"{cells},bthgd->bhsgt", k, q, **options).transpose(0, 1, 3, 4, 2)
-    else:
-        scores = jnp.einsum(f"bthgd,{cells}->bhgts", q, k, **options)
+        return jnp.einsum(f"{cells},bthgd->bhsgt", k, q, **options).transpose(0, 1, 3, 4, 2)
+    return jnp.einsum(f"bthgd,{cells}->bhgts", q, k, **options)
+
+
+def weighted_values(scores: Array, values: Array, mask: Array, scale: float) -> Array:
+    """softmax(scale scores) over the cells of mask [B, T, S] times values [B or 1, KV heads, S, V].
+
+    scores: as `scores_of` gives them. Returns [B, T, H, V] in the dtype of the values.
+    """
+    rows, n_kv, per_kv, n_tokens, _ = scores.shape
     # select, never add: what lies in an unused cell must not matter, not even NaN
     scores = jnp.where(mask[:, None, None], scores * scale, -1e30)
-    weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
-    y = jnp.einsum(f"bhgts,{cells}->bthgd", weights, v, **options)
-    return y.astype(q.dtype).reshape(rows, n_tokens, n_heads, size)
+    weights = jax.nn.softmax(scores, axis=-1).astype(values.dtype)
+    v, cells = _shared(values, rows)
+    y = jnp.einsum(
+        f"bhgts,{cells}->bthgd",
+        weights,
+        v,
+        precision=precision_of(values.dtype),
+        preferred_element_type=jnp.float32,
+    )
+    return y.astype(values.dtype).reshape(rows, n_tokens, n_kv * per_kv, values.shape[-1])
+
+
+def _shared(cells: Array, rows: int) -> tuple[Array, str]:
+    """Cells and their axes in an einsum: without the first where all rows see the same ones."""
+    if cells.shape[0] == 1 and rows > 1:
+        return cells[0], "hsd"
+    return cells, "bhsd"

@@ -1,0 +1,126 @@
+"""Which tensors of a checkpoint make which parameters, and everything that does not fit."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxhybrid.errors import CheckpointError
+from jaxhybrid.families import Source, family, tensors_of
+from jaxhybrid.files.tensors import TensorFiles
+from jaxhybrid.hparams import Hparams
+
+FLOATS = {"F16": jnp.float16, "BF16": jnp.bfloat16, "F32": jnp.float32, "F64": jnp.float32}
+"""What each readable dtype becomes."""
+
+
+@dataclass(frozen=True)
+class Mapping:
+    """sources: of each parameter, by dotted path, with the names that the files have.
+
+    missing, misshaped, unreadable: sentences, each about one tensor; with any of them the model cannot be
+    loaded. unexpected: names of tensors that nothing uses.
+    """
+
+    sources: dict[str, Source]
+    missing: tuple[str, ...]
+    misshaped: tuple[str, ...]
+    unreadable: tuple[str, ...]
+    unexpected: tuple[str, ...]
+
+    @property
+    def errors(self) -> tuple[str, ...]:
+        return self.missing + self.misshaped + self.unreadable
+
+    def raise_for_errors(self) -> None:
+        """CheckpointError with the first error, and how many more there are."""
+        if self.errors:
+            more = len(self.errors) - 1
+            rest = f" (and {more} more; python -m jaxhybrid.inspect lists all)" if more else ""
+            raise CheckpointError(self.errors[0] + rest)
+
+
+def map_tensors(hparams: Hparams, files: TensorFiles) -> Mapping:
+    """Find every parameter of a model in its files, without reading any."""
+    kind = family(hparams.family)
+    by_name = _canonical_names(files, kind.renamed)
+    sources = tensors_of(hparams)
+    missing, misshaped, unreadable = [], [], []
+    found: dict[str, Source] = {}
+    for path, source in sources.items():
+        for name, expected in zip(source.names, source.shapes, strict=True):
+            if name not in by_name:
+                missing.append(_missing(name, expected, by_name))
+                continue
+            stored = by_name[name]
+            where = f"{files.file_of(stored)}: tensor {stored}"
+            if files.shape(stored) != expected:
+                misshaped.append(
+                    f"{where} has shape {files.shape(stored)}, config.json asks for {expected}; the files do "
+                    "not belong together"
+                )
+            elif files.dtype(stored) not in FLOATS:
+                unreadable.append(
+                    f"{where} has dtype {files.dtype(stored)}; only F32, BF16, F16 and F64 can be read"
+                )
+        found[path] = Source(tuple(by_name.get(n, n) for n in source.names), source.shapes, source.order)
+    used = {name for source in sources.values() for name in source.names}
+    ignored = [*kind.ignored, *([r"lm_head\.weight"] if hparams.tie_embeddings else [])]
+    unexpected = [n for n in by_name if n not in used and not any(re.fullmatch(p, n) for p in ignored)]
+    return Mapping(
+        found,
+        tuple(missing),
+        tuple(misshaped),
+        tuple(unreadable),
+        tuple(sorted(by_name[n] for n in unexpected)),
+    )
+
+
+def read_parameter(files: TensorFiles, source: Source, shape: tuple[int, ...]) -> np.ndarray:
+    """One parameter of `shape` from its tensors."""
+    if sum(map(math.prod, source.shapes)) != math.prod(shape):
+        raise CheckpointError(f"tensor {source.names[0]}: {source.shapes} do not make {shape}")
+    parts = [files.read(name) for name in source.names]
+    stored = parts[0] if len(parts) == 1 else np.concatenate(parts)
+    if source.order is not None:
+        stored = stored[np.asarray(source.order)]
+    return stored.reshape(shape)
+
+
+def split_parameter(parameter: np.ndarray, source: Source) -> dict[str, np.ndarray]:
+    """The inverse of `read_parameter`."""
+    n_rows = [shape[0] if shape else 1 for shape in source.shapes]
+    stored = parameter.reshape(sum(n_rows), -1)
+    if source.order is not None:
+        restored = np.empty_like(stored)
+        restored[np.asarray(source.order)] = stored
+        stored = restored
+    parts = np.split(stored, np.cumsum(n_rows)[:-1])
+    return {
+        name: part.reshape(shape)
+        for name, shape, part in zip(source.names, source.shapes, parts, strict=True)
+    }
+
+
+def _canonical_names(files: TensorFiles, renamed: tuple[tuple[str, str], ...]) -> dict[str, str]:
+    """Name as the family writes it: name in the file."""
+    found = {}
+    for name in files.names():
+        canonical = name
+        for pattern, replacement in renamed:
+            canonical = re.sub(pattern, replacement, canonical)
+        found[canonical] = name
+    return found
+
+
+def _missing(name: str, shape: tuple[int, ...], by_name: dict[str, str]) -> str:
+    near = [n for n in by_name if n.rsplit(".", 1)[0] == name.rsplit(".", 1)[0]]
+    hint = f" (it has {near[0]})" if near else ""
+    return (
+        f"tensor {name} of shape {shape} is missing from the files{hint}; "
+        "the download is incomplete or config.json is of another model"
+    )

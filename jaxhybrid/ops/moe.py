@@ -1,0 +1,98 @@
+"""Routed experts: the router, and the experts' products with few tokens and with many."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from jaxhybrid.hparams import MoeHparams
+from jaxhybrid.ops.activations import activation
+from jaxhybrid.ops.linear import linear, precision_of
+from jaxhybrid.ops.ragged import ragged_linear
+from jaxhybrid.params import TensorSpec, Tree, matrix, vector
+
+
+def moe_spec(hp: MoeHparams, d_model: int) -> Tree:
+    experts, ffn, width = hp.n_experts, hp.d_ff, hp.latent or d_model
+    into = "gate_up" if hp.gated else "up"
+    parts, axes = ((2,), (None,)) if hp.gated else ((), ())
+    spec: Tree = {
+        "router": matrix(experts, d_model, None, "embed"),
+        into: TensorSpec((experts, *parts, ffn, width), ("experts", *axes, "ffn", "embed"), fan_in=width),
+        "down": TensorSpec((experts, width, ffn), ("experts", "embed", "ffn"), fan_in=ffn),
+    }
+    if hp.selection_bias:
+        spec["selection_bias"] = vector(experts, None)
+    if hp.latent is not None:
+        spec["latent_down"] = matrix(hp.latent, d_model, None, "embed")
+        spec["latent_up"] = matrix(d_model, hp.latent, "embed", None)
+    return spec
+
+
+def moe(p: Tree, x: Array, hp: MoeHparams) -> Array:
+    """Top-k routed experts: x [B, T, D] to [B, T, D]."""
+    tokens = x.reshape(-1, x.shape[-1])
+    experts, weights = route(p, tokens, hp)
+    if hp.latent is not None:
+        tokens = linear(tokens, p["latent_down"])
+    if tokens.shape[0] * hp.top_k <= hp.n_experts:
+        y = _gathered_experts(p, tokens, experts, hp)
+    else:
+        y = _sorted_experts(p, tokens, experts, hp)
+    y = jnp.sum(y * weights[:, :, None], axis=1).astype(x.dtype)
+    if hp.latent is not None:
+        y = linear(y, p["latent_up"])
+    return y.reshape(x.shape)
+
+
+def route(p: Tree, tokens: Array, hp: MoeHparams) -> tuple[Array, Array]:
+    """tokens [N, D] to the chosen experts, int32 [N, top_k], and their weights, float32 [N, top_k].
+
+    Scores are compared in float32; equal ones go to the lower expert number. Groups are limited as in
+    DeepSeek-V3 (arXiv:2412.19437).
+    """
+    logits = linear(tokens.astype(jnp.float32), p["router"].astype(jnp.float32))
+    if hp.scores == "softmax" and hp.renormalise and not hp.selection_bias and hp.n_groups == 1:
+        # a softmax over all, divided by the sum of the chosen, is a softmax over the chosen
+        chosen, experts = lax.top_k(logits, hp.top_k)
+        return experts, jax.nn.softmax(chosen, axis=-1) * hp.multiplier
+    scores = jax.nn.softmax(logits, axis=-1) if hp.scores == "softmax" else jax.nn.sigmoid(logits)
+    ranked = scores + p["selection_bias"].astype(jnp.float32) if hp.selection_bias else scores
+    if hp.n_groups > 1:
+        by_group = ranked.reshape(len(tokens), hp.n_groups, -1)
+        best_two = jnp.sum(lax.top_k(by_group, min(2, by_group.shape[-1]))[0], axis=-1)
+        _, groups = lax.top_k(best_two, hp.top_groups)
+        allowed = jnp.any(jax.nn.one_hot(groups, hp.n_groups, dtype=bool), axis=1)
+        ranked = jnp.where(allowed[:, :, None], by_group, -jnp.inf).reshape(ranked.shape)
+    _, experts = lax.top_k(ranked, hp.top_k)
+    weights = jnp.take_along_axis(scores, experts, axis=-1)
+    if hp.renormalise:
+        weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + hp.renormalise_eps)
+    return experts, weights * hp.multiplier
+
+
+def _gathered_experts(p: Tree, tokens: Array, experts: Array, hp: MoeHparams) -> Array:
+    """Few tokens: read only the chosen experts' weights. Returns float32 [tokens, top_k, width]."""
+    options = {"precision": precision_of(tokens.dtype), "preferred_element_type": jnp.float32}
+    act = activation(hp.activation)
+    if hp.gated:
+        both = jnp.einsum("td,tkgfd->tkgf", tokens, p["gate_up"][experts], **options)
+        hidden = act(both[..., 0, :]) * both[..., 1, :]
+    else:
+        hidden = act(jnp.einsum("td,tkfd->tkf", tokens, p["up"][experts], **options))
+    return jnp.einsum("tkf,tkdf->tkd", hidden.astype(tokens.dtype), p["down"][experts], **options)
+
+
+def _sorted_experts(p: Tree, tokens: Array, experts: Array, hp: MoeHparams) -> Array:
+    """Many tokens: sort the pairs by expert, one ragged product each way. float32 [tokens, top_k, width]."""
+    order = jnp.argsort(experts.reshape(-1), stable=True)
+    sizes = jnp.bincount(experts.reshape(-1), length=hp.n_experts).astype(jnp.int32)
+    rows, act = tokens[order // hp.top_k], activation(hp.activation)
+    if hp.gated:
+        both = ragged_linear(rows, p["gate_up"].reshape(hp.n_experts, 2 * hp.d_ff, -1), sizes)
+        hidden = act(both[:, : hp.d_ff]) * both[:, hp.d_ff :]
+    else:
+        hidden = act(ragged_linear(rows, p["up"], sizes))
+    y = ragged_linear(hidden.astype(tokens.dtype), p["down"], sizes)
+    return jnp.zeros_like(y).at[order].set(y).reshape(*experts.shape, -1)
