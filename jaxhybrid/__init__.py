@@ -39,6 +39,7 @@ from jaxhybrid.files import (
     save_sequence,
 )
 from jaxhybrid.hparams import Hparams
+from jaxhybrid.inspection import inspect
 from jaxhybrid.model import forward, init_params, spec, step
 from jaxhybrid.params import Params
 from jaxhybrid.settings import Model, Result, Settings
@@ -74,6 +75,7 @@ __all__ = [
     "gather",
     "generate",
     "init_params",
+    "inspect",
     "is_lossy",
     "load",
     "load_cache",

@@ -14,6 +14,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from jaxhybrid.engine import load
 from jaxhybrid.settings import Model, Result
+from jaxhybrid.units import readable_size
 
 SHOW_AFTER = 1.0  # seconds of loading before a progress bar is worth its place
 
@@ -61,7 +62,7 @@ def report(model: Model, results: Sequence[Result], computed: int | None = None)
         f"decode {written} tokens, {_rate(written, decode)}",
         f"compile {sum(t.compile for t in timings):.1f} s",
         f"load {model.load_seconds:.1f} s",
-        f"weights {_size(model.weight_bytes)}",
+        f"weights {readable_size(model.weight_bytes)}",
     ]
     steps = sum(t.steps for t in timings)
     if steps:  # rows of a batch share the steps
@@ -70,17 +71,9 @@ def report(model: Model, results: Sequence[Result], computed: int | None = None)
     for result in results:
         for child, size in result.cache_bytes.items():
             largest[child] = max(size, largest.get(child, 0))
-    parts += [f"{child} cache {_size(size)}" for child, size in largest.items()]
+    parts += [f"{child} cache {readable_size(size)}" for child, size in largest.items()]
     return " | ".join(parts)
 
 
 def _rate(tokens: int, seconds: float) -> str:
     return f"{tokens / seconds:.1f}/s" if seconds > 0 else "-/s"
-
-
-def _size(n: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if n < 1000 or unit == "GB":
-            return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"
-        n /= 1000
-    raise AssertionError
