@@ -21,14 +21,23 @@ from jaxhybrid.generation import Generation, prefill
 from jaxhybrid.settings import Model, Piece, Prompt, Settings, Timings
 
 
-def load(path: str | Path | None = None, *, dtype: Any = None, progress: Progress | None = None) -> Model:
+def load(
+    path: str | Path | None = None,
+    *,
+    dtype: Any = None,
+    n_ctx: int | None = None,
+    progress: Progress | None = None,
+) -> Model:
     """A model from a Hugging Face folder or hub id, or the small one inside this package for None.
 
-    dtype: of the weights, None for that of the files.
+    dtype: of the weights, None for that of the files. n_ctx: tokens a sequence will hold, which models with
+    LongRoPE must know from the start (None: no more than they were first trained for).
     """
     began = time.perf_counter()
     folder = embedded_folder() if path is None else resolve_model(str(path))
     params = load_params(folder, dtype, progress=progress)
+    if n_ctx is not None:
+        params = params.replace(hparams=params.hparams.for_context(n_ctx))
     jax.block_until_ready(params)
     return Model(params, folder, time.perf_counter() - began)
 

@@ -105,10 +105,10 @@ def _run(args: argparse.Namespace) -> int:
     settings = _settings(args)
     Settings(**settings)  # complain before a long load
     use_utf8(sys.stdout)
-    model = load_model(args.model, args.dtype)
+    model = load_model(args.model, args.dtype, args.ctx)
     settings["stop_tokens"] = tuple(_stop_token(model, text) for text in args.stop_token)
     if args.draft is not None:
-        settings["draft"] = load_model(args.draft, args.dtype)
+        settings["draft"] = load_model(args.draft, args.dtype, args.ctx)
     Settings(**settings).check_model(model)
     if args.save_session or args.load_session:
         return _run_session(args, model, settings, prompts)

@@ -19,7 +19,7 @@ from jaxhybrid.units import readable_size
 SHOW_AFTER = 1.0  # seconds of loading before a progress bar is worth its place
 
 
-def load_model(path: str | None, dtype: str = "auto") -> Model:
+def load_model(path: str | None, dtype: str = "auto", n_ctx: int | None = None) -> Model:
     """Load with a progress bar on a terminal when it takes long.
 
     dtype "auto" is float32 on CPU, where XLA multiplies bfloat16 slowly, and that of the files
@@ -42,7 +42,7 @@ def load_model(path: str | None, dtype: str = "auto") -> Model:
         bar.update(task, completed=done, total=total)
 
     try:
-        return load(path, dtype=chosen, progress=progress)
+        return load(path, dtype=chosen, n_ctx=n_ctx, progress=progress)
     finally:
         if live:
             bar.stop()

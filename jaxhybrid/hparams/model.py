@@ -6,6 +6,8 @@ resolved while tracing and never on the device. Everything here is known before 
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeVar
@@ -13,7 +15,7 @@ from typing import TypeVar
 from jaxhybrid.errors import HparamsError
 from jaxhybrid.hparams.encodings import checked_indices
 from jaxhybrid.hparams.feed_forward import MlpHparams, MoeHparams
-from jaxhybrid.hparams.mixers import AttendingHparams, RecurrentHparams, RopeHparams
+from jaxhybrid.hparams.mixers import AttendingHparams, Mamba2Hparams, RecurrentHparams, RopeHparams
 
 
 @dataclass(frozen=True)
@@ -150,6 +152,31 @@ class Hparams:
         attention = _of_layer(self.attention, i)
         return None if attention is None else attention.rope
 
+    def for_context(self, n_ctx: int) -> Hparams:
+        """The same model for sequences of up to `n_ctx` tokens.
+
+        Only LongRoPE asks: its factors beyond the original context hold for a whole sequence, so that one
+        set must be chosen before the first token, as other engines with a cache do. Without this the
+        factors of short sequences hold.
+        """
+
+        def chosen(hp: AttendingHparams) -> AttendingHparams:
+            if hp.rope is None or hp.rope.scaling != "longrope":
+                return hp
+            long = n_ctx > hp.rope.original_context
+            return dataclasses.replace(hp, rope=dataclasses.replace(hp.rope, long=long))
+
+        return dataclasses.replace(self, attention=_each(self.attention, chosen))
+
+    def with_dt_floor(self, floor: float | None) -> Hparams:
+        """The same model with a least dt of Mamba-2 layers in prefill, as transformers has it for Nemotron-H
+        and Zamba2 (their `time_step_min`) but not in decode; None, the default, treats both alike."""
+
+        def floored(hp: RecurrentHparams) -> RecurrentHparams:
+            return dataclasses.replace(hp, dt_floor=floor) if isinstance(hp, Mamba2Hparams) else hp
+
+        return dataclasses.replace(self, recurrent=_each(self.recurrent, floored))
+
     @property
     def window(self) -> int | None:
         """The window of the layers that have one."""
@@ -184,6 +211,13 @@ class Hparams:
         if recurrent is None:
             raise HparamsError(f"recurrent_layer_indices: layer {i} holds no recurrent state")
         return recurrent.state_shapes
+
+
+def _each(value: PerLayer[A], f: Callable[[A], A]) -> PerLayer[A]:
+    """`f` of every layer's value."""
+    if isinstance(value, tuple):
+        return tuple(None if v is None else f(v) for v in value)
+    return None if value is None else f(value)
 
 
 def _of_layer(value: PerLayer[A], i: int) -> A | None:
