@@ -16,7 +16,7 @@ def hparams(config: dict[str, Any]) -> Hparams:
     c = Fields(config)
     family = c.text("model_type")
     d_model, n_layers = c.integer("hidden_size"), c.integer("num_hidden_layers")
-    words = layer_words(c, n_layers, KINDS, _default_words(c, family, n_layers))
+    words = _words(c, family, n_layers)
     eps, activation = c.number("rms_norm_eps", 1e-5 if family == "kimi_linear" else 1e-6), c.activation(True)
     n_dense = c.integer("first_k_dense_replace", 1 if family == "kimi_linear" else 2, least=0)
     kinds = c.get("mlp_layer_types", ["dense" if i < n_dense else "sparse" for i in range(n_layers)])
@@ -41,18 +41,25 @@ def hparams(config: dict[str, Any]) -> Hparams:
     )
 
 
-def _default_words(c: Fields, family: str, n_layers: int) -> list[str]:
-    """Kimi lists layers, counted from 1; Ling says how many make a group."""
+def _words(c: Fields, family: str, n_layers: int) -> list[str]:
+    """By a list of words; or Kimi lists layers, counted from 1, and Ling says how many make a group."""
     if family == "bailing_hybrid":
         group = c.integer("layer_group_size", 6)
-        return ["linear_attention" if (i + 1) % group else "full_attention" for i in range(n_layers)]
+        default = ["linear_attention" if (i + 1) % group else "full_attention" for i in range(n_layers)]
+        return layer_words(c, n_layers, KINDS, default)
     linear = c.inner("linear_attn_config")
+    if linear.get("kda_layers") is None:
+        return layer_words(c, n_layers, KINDS, None)
     recurrent, full = linear.integers("kda_layers"), linear.integers("full_attn_layers")
     if sorted(recurrent + full) != list(range(1, n_layers + 1)):
         raise HparamsError(
             f"linear_attn_config: kda_layers and full_attn_layers must name layers 1 to {n_layers} once each"
         )
-    return ["linear_attention" if i + 1 in recurrent else "full_attention" for i in range(n_layers)]
+    default = ["linear_attention" if i + 1 in recurrent else "full_attention" for i in range(n_layers)]
+    words = layer_words(c, n_layers, KINDS, default)
+    if words != [KINDS[word] for word in default]:
+        raise HparamsError("layer_types: contradicts linear_attn_config")
+    return words
 
 
 def _latent_attention(c: Fields, family: str) -> MlaHparams:
