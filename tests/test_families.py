@@ -39,7 +39,7 @@ def reference(name: str) -> dict[str, np.ndarray]:
 
 
 class Walk:
-    """Sequences 0 to 3 of one cache; two of them must end where the reference is, the others are strangers."""
+    """Sequences 0 to 3 of one cache; two must end where the reference is, the others are strangers."""
 
     def __init__(self, model: Params, tokens: np.ndarray, logits: np.ndarray) -> None:
         self.params, self.tokens, self.logits = model, tokens, logits

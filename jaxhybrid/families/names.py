@@ -55,7 +55,9 @@ class Fields:
         self._config = config
 
     def get(self, name: str, default: Any = None) -> Any:
-        return self._config.get(name, default)
+        """The field as it is; null is as good as missing."""
+        value = self._config.get(name)
+        return default if value is None else value
 
     def integer(self, name: str, default: int | None = None, least: int = 1) -> int:
         value = self._value(name, default)
@@ -185,8 +187,7 @@ class Fields:
         )
 
     def _value(self, name: str, default: Any) -> Any:
-        value = self._config.get(name)
-        value = default if value is None else value
+        value = self.get(name, default)
         if value is None:
             raise HparamsError(f"{name}: missing from the configuration")
         return value

@@ -81,7 +81,7 @@ def tensors(hp: Hparams) -> dict[str, Source]:
             )
         else:
             found |= {
-                f"{ours}.post_norm": one(f"{theirs}.feedforward_layer_norm.weight", d),
+                f"{ours}.post_norm": one(f"{theirs}.post_attention_layernorm.weight", d),
                 f"{ours}.mlp_post_norm": one(f"{theirs}.post_feedforward_layernorm.weight", d),
             }
             found |= attention_tensors(f"{ours}.attention", f"{theirs}.self_attn", layer.attention, d)

@@ -47,16 +47,18 @@ class Mapping:
 def map_tensors(hparams: Hparams, files: TensorFiles) -> Mapping:
     """Find every parameter of a model in its files, without reading any."""
     kind = family(hparams.family)
-    by_name = _canonical_names(files, kind.renamed)
+    by_name = {_canonical(name, kind.renamed): name for name in files.names()}
     sources = tensors_of(hparams)
     missing, misshaped, unreadable = [], [], []
     found: dict[str, Source] = {}
     for path, source in sources.items():
+        names = []
         for name, expected in zip(source.names, source.shapes, strict=True):
-            if name not in by_name:
+            stored = by_name.get(_canonical(name, kind.renamed))
+            names.append(stored or name)
+            if stored is None:
                 missing.append(_missing(name, expected, by_name))
                 continue
-            stored = by_name[name]
             where = f"{files.file_of(stored)}: tensor {stored}"
             if files.shape(stored) != expected:
                 misshaped.append(
@@ -67,17 +69,15 @@ def map_tensors(hparams: Hparams, files: TensorFiles) -> Mapping:
                 unreadable.append(
                     f"{where} has dtype {files.dtype(stored)}; only F32, BF16, F16 and F64 can be read"
                 )
-        found[path] = Source(tuple(by_name.get(n, n) for n in source.names), source.shapes, source.order)
-    used = {name for source in sources.values() for name in source.names}
+        found[path] = Source(tuple(names), source.shapes, source.order)
+    used = {name for source in found.values() for name in source.names}
     ignored = [*kind.ignored, *([r"lm_head\.weight"] if hparams.tie_embeddings else [])]
-    unexpected = [n for n in by_name if n not in used and not any(re.fullmatch(p, n) for p in ignored)]
-    return Mapping(
-        found,
-        tuple(missing),
-        tuple(misshaped),
-        tuple(unreadable),
-        tuple(sorted(by_name[n] for n in unexpected)),
-    )
+    unexpected = [
+        stored
+        for name, stored in sorted(by_name.items())
+        if stored not in used and not any(re.fullmatch(p, name) for p in ignored)
+    ]
+    return Mapping(found, tuple(missing), tuple(misshaped), tuple(unreadable), tuple(unexpected))
 
 
 def read_parameter(files: TensorFiles, source: Source, shape: tuple[int, ...]) -> np.ndarray:
@@ -106,15 +106,11 @@ def split_parameter(parameter: np.ndarray, source: Source) -> dict[str, np.ndarr
     }
 
 
-def _canonical_names(files: TensorFiles, renamed: tuple[tuple[str, str], ...]) -> dict[str, str]:
-    """Name as the family writes it: name in the file."""
-    found = {}
-    for name in files.names():
-        canonical = name
-        for pattern, replacement in renamed:
-            canonical = re.sub(pattern, replacement, canonical)
-        found[canonical] = name
-    return found
+def _canonical(name: str, renamed: tuple[tuple[str, str], ...]) -> str:
+    """One of the names that a tensor has in files of different writers."""
+    for pattern, replacement in renamed:
+        name = re.sub(pattern, replacement, name)
+    return name
 
 
 def _missing(name: str, shape: tuple[int, ...], by_name: dict[str, str]) -> str:
