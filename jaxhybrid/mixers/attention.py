@@ -9,7 +9,7 @@ from jax import Array
 from jaxhybrid.hparams import AttentionHparams
 from jaxhybrid.mixers.memory import KeyValues
 from jaxhybrid.ops.adapter import adapter_spec, with_adapter
-from jaxhybrid.ops.linear import linear, precision_of
+from jaxhybrid.ops.linear import contract, linear
 from jaxhybrid.ops.norms import rms_norm
 from jaxhybrid.ops.rope import rotate
 from jaxhybrid.ops.scale import times
@@ -107,12 +107,11 @@ def scores_of(q: Array, keys: Array) -> Array:
     """q [B, T, H, K] times keys [B or 1, KV heads, S, K]: float32 [B, KV heads, H / KV heads, T, S]."""
     rows, n_tokens, n_heads, size = q.shape
     q = q.reshape(rows, n_tokens, keys.shape[1], n_heads // keys.shape[1], size)
-    options = {"precision": precision_of(q.dtype), "preferred_element_type": jnp.float32}
     k, cells = _shared(keys, rows)
     if n_tokens == 1:
         # keys on the left are read as they lie; on the right XLA's CPU compiler transposes all of them
-        return jnp.einsum(f"{cells},bthgd->bhsgt", k, q, **options).transpose(0, 1, 3, 4, 2)
-    return jnp.einsum(f"bthgd,{cells}->bhgts", q, k, **options)
+        return contract(f"{cells},bthgd->bhsgt", k, q).transpose(0, 1, 3, 4, 2)
+    return contract(f"bthgd,{cells}->bhgts", q, k)
 
 
 def weighted_values(scores: Array, values: Array, mask: Array, scale: float) -> Array:
@@ -125,13 +124,7 @@ def weighted_values(scores: Array, values: Array, mask: Array, scale: float) -> 
     scores = jnp.where(mask[:, None, None], scores * scale, -1e30)
     weights = jax.nn.softmax(scores, axis=-1).astype(values.dtype)
     v, cells = _shared(values, rows)
-    y = jnp.einsum(
-        f"bhgts,{cells}->bthgd",
-        weights,
-        v,
-        precision=precision_of(values.dtype),
-        preferred_element_type=jnp.float32,
-    )
+    y = contract(f"bhgts,{cells}->bthgd", weights, v)
     return y.astype(values.dtype).reshape(rows, n_tokens, n_kv * per_kv, values.shape[-1])
 
 

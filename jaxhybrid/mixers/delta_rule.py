@@ -86,12 +86,13 @@ def _chunked(inputs: Inputs, state: Array, chunk: int) -> tuple[Array, Array]:
         total = sums[0] + sums[1]
         from_start = jnp.exp(total)
         to_end = jnp.exp(apart(sums[:, :, :, :, -1:], sums))
-        k_k, q_k = _decayed_products(jnp.stack([k, q]), k, sums)
-        above = jnp.tril(beta * k_k, -1)
+        above = jnp.tril(beta * _decayed_products(k, k, sums), -1)
         carried = jnp.einsum("bgrtk,bgrkv->bgrtv", k * from_start, s, precision=_HIGHEST)
         u = solve_triangular(above, beta * (v - carried), lower=True, unit_diagonal=True)
         y = jnp.einsum("bgrtk,bgrkv->bgrtv", q * from_start, s, precision=_HIGHEST)
-        y = y + jnp.einsum("bgrts,bgrsv->bgrtv", jnp.tril(q_k), u, precision=_HIGHEST)
+        y = y + jnp.einsum(
+            "bgrts,bgrsv->bgrtv", jnp.tril(_decayed_products(q, k, sums)), u, precision=_HIGHEST
+        )
         added = jnp.einsum("bgrsk,bgrsv->bgrkv", k * to_end, u, precision=_HIGHEST)
         s = from_start[..., -1, :, None] * s + added
         return s, y.transpose(0, 3, 1, 2, 4).reshape(rows, n, heads, n_values)
@@ -104,18 +105,31 @@ def _chunked(inputs: Inputs, state: Array, chunk: int) -> tuple[Array, Array]:
 def _decayed_products(left: Array, right: Array, sums: Array) -> Array:
     """sum_k left[t, k] exp(G_t[k] - G_s[k]) right[s, k] for s <= t; what is above is meaningless.
 
-    left: [..., B, G, 1, n, K]. right: [B, G, 1, n, K]. sums: as `cumulative_decay` gives them, [2, B, G, R,
-    n, K or 1]. Returns [..., B, G, R, n, n].
-
-    A decay by channel stands inside the sum over channels. exp(G_t) exp(-G_s) would overflow, so between
-    blocks of tokens it is split at the start of the later block, where both factors are at most 1, and
-    inside a block it is formed for each pair.
+    left, right: [B, G, 1, n, K]. sums: as `cumulative_decay` gives them, [2, B, G, R, n, K or 1]. Returns
+    [B, G, R, n, n].
     """
-    n, by_channel = right.shape[-2], sums.shape[-1] > 1
-    if not by_channel:
+    if sums.shape[-1] == 1:
         g = sums[..., 0]
         between = jnp.exp(jnp.minimum(apart(g[..., :, None], g[..., None, :]), 0.0))
         return jnp.einsum("...tk,...sk->...ts", left, right, precision=_HIGHEST) * between
+    shape, n = sums.shape[1:], sums.shape[-2]
+
+    # few dimensions: XLA's CPU compiler crashes on the gradient of a sum over one of eight
+    def flat(t: Array) -> Array:
+        return jnp.broadcast_to(t, shape).reshape(-1, *shape[-2:])
+
+    whole = _products_by_channel(flat(left), flat(right), sums.reshape(2, -1, *shape[-2:]))
+    return whole.reshape(*shape[:-1], n)
+
+
+def _products_by_channel(left: Array, right: Array, sums: Array) -> Array:
+    """The same for decays by channel: left and right [N, n, K], sums [2, N, n, K], to [N, n, n].
+
+    Such a decay stands inside the sum over channels. exp(G_t) exp(-G_s) would overflow, so between blocks of
+    tokens it is split at the start of the later block, where both factors are at most 1, and inside a
+    block it is formed for each pair.
+    """
+    n = right.shape[-2]
     size = min(_BLOCK, n)
     n_blocks = -(-n // size)
     filled = n_blocks * size
@@ -124,22 +138,21 @@ def _decayed_products(left: Array, right: Array, sums: Array) -> Array:
         t = jnp.pad(t, [(0, 0)] * (t.ndim - 2) + [(0, filled - n), (0, 0)])
         return t.reshape(*t.shape[:-2], n_blocks, size, t.shape[-1])
 
-    lefts, rights, g = blocks(left), blocks(right), blocks(sums)
+    lefts, rights, g = blocks(left), blocks(right), blocks(sums)  # [N, blocks, size, K]
     pairs = jnp.exp(jnp.minimum(apart(g[..., :, None, :], g[..., None, :, :]), 0.0))
-    inside = jnp.einsum("...tk,...sk,...tsk->...ts", lefts, rights, pairs, precision=_HIGHEST)
+    inside = jnp.sum(lefts[..., :, None, :] * rights[..., None, :, :] * pairs, axis=-1)
     # the sums just before each block; the first has nothing before it
     before = jnp.concatenate([jnp.zeros_like(g[..., :1, -1, :]), g[..., :-1, -1, :]], axis=-2)
     since = jnp.exp(jnp.minimum(apart(g, before[..., None, :]), 0.0))
-    flat = g.reshape(*g.shape[:-3], 1, filled, g.shape[-1])
-    until = jnp.exp(jnp.minimum(apart(before[..., None, :], flat), 0.0))  # [B, G, R, blocks, n, K]
+    until = jnp.exp(jnp.minimum(apart(before[..., None, :], g.reshape(2, -1, 1, filled, g.shape[-1])), 0.0))
     earlier = jnp.arange(filled) < size * jnp.arange(n_blocks)[:, None]
-    until = jnp.where(earlier[..., None], until, 0.0)
-    every = rights.reshape(*rights.shape[:-3], 1, filled, rights.shape[-1])
-    across = jnp.einsum("...tk,...sk->...ts", lefts * since, every * until, precision=_HIGHEST)
+    until = jnp.where(earlier[..., None], until, 0.0)  # [N, blocks, n, K]
+    every = rights.reshape(-1, 1, filled, rights.shape[-1])
+    across = jnp.einsum("nbtk,nbsk->nbts", lefts * since, every * until, precision=_HIGHEST)
     across = across.reshape(*across.shape[:-1], n_blocks, size)
     same = jnp.eye(n_blocks, dtype=across.dtype)[:, None, :, None]
     whole = across + inside[..., :, :, None, :] * same
-    return whole.reshape(*whole.shape[:-4], filled, filled)[..., :n, :n]
+    return whole.reshape(-1, filled, filled)[..., :n, :n]
 
 
 DELTA_RULE = Recurrence(sequential=_sequential, chunked=_chunked, one_token=_one_token)

@@ -18,7 +18,7 @@ from jaxhybrid.hparams import Mamba1Hparams
 from jaxhybrid.mixers.chunks import linear_scan, scan_chunks, scan_tokens
 from jaxhybrid.mixers.memory import States
 from jaxhybrid.mixers.recurrence import Recurrence, convolve, recur, valid_tokens
-from jaxhybrid.ops.linear import linear, precision_of
+from jaxhybrid.ops.linear import contract, linear
 from jaxhybrid.ops.norms import rms_norm
 from jaxhybrid.params import TensorSpec, Tree, matrix, vector
 
@@ -100,8 +100,7 @@ def _by_head(x: Array, weight: Array) -> Array:
     """x [B, T, G, in] times the weight [G, out, in] of each head: [B, T, G, out]."""
     if len(weight) == 1:
         return linear(x, weight[0])
-    options = {"precision": precision_of(x.dtype), "preferred_element_type": jnp.float32}
-    return jnp.einsum("btgi,goi->btgo", x, weight.astype(x.dtype), **options).astype(x.dtype)
+    return contract("btgi,goi->btgo", x, weight.astype(x.dtype)).astype(x.dtype)
 
 
 def selective_scan(a: Array) -> Recurrence:

@@ -10,13 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import jax
-import jax.numpy as jnp
 from jax import Array
 
 from jaxhybrid.hparams import MlaHparams
 from jaxhybrid.mixers.attention import scores_of, weighted_values
 from jaxhybrid.mixers.memory import KeyValues
-from jaxhybrid.ops.linear import linear, precision_of
+from jaxhybrid.ops.linear import contract, linear
 from jaxhybrid.ops.norms import rms_norm
 from jaxhybrid.ops.rope import rotate
 from jaxhybrid.params import TensorSpec, Tree, matrix, vector
@@ -95,19 +94,17 @@ def absorbed(
 ) -> Array:
     """Queries [B, T, H, .], keys [R, 1, S, rope_dim], latents [R, 1, S, kv_rank] to [B, T, H, value_dim]."""
     up_k, up_v = up[:, : hp.nope_dim].astype(q_nope.dtype), up[:, hp.nope_dim :].astype(q_nope.dtype)
-    options = {"precision": precision_of(q_nope.dtype), "preferred_element_type": jnp.float32}
-    moved = jnp.einsum("bthd,hdr->bthr", q_nope, up_k, **options).astype(q_nope.dtype)
+    moved = contract("bthd,hdr->bthr", q_nope, up_k).astype(q_nope.dtype)
     scores = scores_of(moved, latents) + scores_of(q_rope, keys)
     mixed = weighted_values(scores, latents, mask, hp.scale)
-    return jnp.einsum("bthr,hvr->bthv", mixed, up_v, **options).astype(q_nope.dtype)
+    return contract("bthr,hvr->bthv", mixed, up_v).astype(q_nope.dtype)
 
 
 def expanded(
     q_nope: Array, q_rope: Array, keys: Array, latents: Array, mask: Array, up: Array, hp: MlaHparams
 ) -> Array:
     """The same by keys and values of every head."""
-    options = {"precision": precision_of(q_nope.dtype), "preferred_element_type": jnp.float32}
-    both = jnp.einsum("bsr,hdr->bhsd", latents[:, 0], up.astype(q_nope.dtype), **options)
+    both = contract("bsr,hdr->bhsd", latents[:, 0], up.astype(q_nope.dtype))
     both = both.astype(q_nope.dtype)
     own, values = both[..., : hp.nope_dim], both[..., hp.nope_dim :]
     shared = scores_of(q_rope, keys)  # [B, 1, H, T, S]

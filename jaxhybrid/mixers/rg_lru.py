@@ -18,7 +18,7 @@ from jaxhybrid.mixers.chunks import linear_scan, scan_chunks, scan_tokens
 from jaxhybrid.mixers.memory import States
 from jaxhybrid.mixers.recurrence import Recurrence, convolve, recur, valid_tokens
 from jaxhybrid.ops.activations import activation
-from jaxhybrid.ops.linear import linear, precision_of
+from jaxhybrid.ops.linear import contract, linear
 from jaxhybrid.params import TensorSpec, Tree, matrix, vector
 
 _RATE = 8.0
@@ -71,13 +71,7 @@ def apply(
     blocks = u.reshape(rows, n_tokens, hp.n_blocks, -1)
 
     def gate(name: str) -> Array:
-        y = jnp.einsum(
-            "btni,nio->btno",
-            blocks,
-            p[name].astype(blocks.dtype),
-            precision=precision_of(blocks.dtype),
-            preferred_element_type=jnp.float32,
-        )
+        y = contract("btni,nio->btno", blocks, p[name].astype(blocks.dtype))
         return jax.nn.sigmoid(y + p[f"{name}_bias"].astype(jnp.float32)).reshape(u.shape)
 
     valid = valid_tokens(n_tokens, lengths)[:, :, None]

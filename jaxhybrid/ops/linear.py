@@ -14,6 +14,24 @@ def precision_of(dtype: jnp.dtype) -> lax.Precision:
     return lax.Precision.HIGHEST if dtype == jnp.float32 else lax.Precision.DEFAULT
 
 
+def contract(spec: str, a: Array, b: Array) -> Array:
+    """einsum of a and b of one dtype, accumulated in float32; returns float32.
+
+    XLA's CPU compiler has no product of bfloat16 with several batch dimensions and is slow at the others, so
+    there the operands become float32 first.
+    """
+
+    def native(a: Array, b: Array) -> Array:
+        return jnp.einsum(spec, a, b, precision=precision_of(a.dtype), preferred_element_type=jnp.float32)
+
+    def widened(a: Array, b: Array) -> Array:
+        return jnp.einsum(spec, a.astype(jnp.float32), b.astype(jnp.float32), precision=lax.Precision.HIGHEST)
+
+    if a.dtype == b.dtype == jnp.float32:
+        return native(a, b)
+    return lax.platform_dependent(a, b, cpu=widened, default=native)
+
+
 def linear(x: Array, weight: Array, bias: Array | None = None, dtype: jnp.dtype | None = None) -> Array:
     """x [..., in] times weight [out, in] plus bias [out], accumulated in float32.
 

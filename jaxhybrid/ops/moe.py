@@ -8,7 +8,7 @@ from jax import Array, lax
 
 from jaxhybrid.hparams import MoeHparams
 from jaxhybrid.ops.activations import activation
-from jaxhybrid.ops.linear import linear, precision_of
+from jaxhybrid.ops.linear import contract, linear
 from jaxhybrid.ops.ragged import ragged_linear
 from jaxhybrid.params import TensorSpec, Tree, matrix, vector
 
@@ -74,14 +74,13 @@ def route(p: Tree, tokens: Array, hp: MoeHparams) -> tuple[Array, Array]:
 
 def _gathered_experts(p: Tree, tokens: Array, experts: Array, hp: MoeHparams) -> Array:
     """Few tokens: read only the chosen experts' weights. Returns float32 [tokens, top_k, width]."""
-    options = {"precision": precision_of(tokens.dtype), "preferred_element_type": jnp.float32}
     act = activation(hp.activation)
     if hp.gated:
-        both = jnp.einsum("td,tkgfd->tkgf", tokens, p["gate_up"][experts], **options)
+        both = contract("td,tkgfd->tkgf", tokens, p["gate_up"][experts])
         hidden = act(both[..., 0, :]) * both[..., 1, :]
     else:
-        hidden = act(jnp.einsum("td,tkfd->tkf", tokens, p["up"][experts], **options))
-    return jnp.einsum("tkf,tkdf->tkd", hidden.astype(tokens.dtype), p["down"][experts], **options)
+        hidden = act(contract("td,tkfd->tkf", tokens, p["up"][experts]))
+    return contract("tkf,tkdf->tkd", hidden.astype(tokens.dtype), p["down"][experts])
 
 
 def _sorted_experts(p: Tree, tokens: Array, experts: Array, hp: MoeHparams) -> Array:
