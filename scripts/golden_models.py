@@ -12,7 +12,7 @@ from typing import Any
 VOCAB = 96
 COMMON = {"vocab_size": VOCAB, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
-HEADS = {"hidden_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2}
+HEADS = {"hidden_size": 20, "num_attention_heads": 4, "num_key_value_heads": 2}
 EPS = {"rms_norm_eps": 1e-3}
 MAMBA2 = {
     "hidden_size": 32, "num_hidden_layers": 3, "num_heads": 8, "head_dim": 8, "state_size": 12,
@@ -33,11 +33,12 @@ LLAMA = {
     "head_dim": 12, "intermediate_size": 56, "rms_norm_eps": 1e-3, "max_position_embeddings": 256,
 }  # fmt: skip
 SMALL_LLAMA = {
-    **HEADS, **EPS, "num_hidden_layers": 2, "intermediate_size": 40, "max_position_embeddings": 256,
+    **HEADS, **EPS, "hidden_size": 24, "num_hidden_layers": 2, "intermediate_size": 40,
+    "max_position_embeddings": 256,
 }  # fmt: skip
 NEMOTRON = {
     **HEADS, "hybrid_override_pattern": "M*-M", "head_dim": 8, "intermediate_size": 40,
-    "mamba_num_heads": 4, "mamba_head_dim": 10, "n_groups": 2, "ssm_state_size": 6, "conv_kernel": 4,
+    "mamba_num_heads": 4, "mamba_head_dim": 9, "n_groups": 2, "ssm_state_size": 6, "conv_kernel": 4,
     "chunk_size": 8, "layer_norm_epsilon": 1e-3,
 }  # fmt: skip
 NEMOTRON_MOE = {
@@ -54,8 +55,8 @@ BAMBA = {
 }  # fmt: skip
 FALCON_H1 = {
     **HEADS, **EPS, "num_hidden_layers": 2, "head_dim": 8, "intermediate_size": 28,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}, "mamba_d_ssm": 40,
-    "mamba_n_heads": 4, "mamba_d_head": 10, "mamba_n_groups": 2, "mamba_d_state": 6,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}, "mamba_d_ssm": 36,
+    "mamba_n_heads": 4, "mamba_d_head": 9, "mamba_n_groups": 2, "mamba_d_state": 6,
     "mamba_chunk_size": 8, "embedding_multiplier": 2.5, "lm_head_multiplier": 0.8,
     "mlp_multipliers": [0.9, 0.4], "key_multiplier": 0.4, "attention_in_multiplier": 1.1,
     "attention_out_multiplier": 0.9, "ssm_in_multiplier": 1.25, "ssm_out_multiplier": 0.8,
@@ -78,19 +79,19 @@ QWEN_EXPERTS = {
     "shared_expert_intermediate_size": 10, "tie_word_embeddings": True,
 }  # fmt: skip
 LFM2 = {
-    **HEADS, "norm_eps": 1e-3, "conv_L_cache": 3,
+    **HEADS, "hidden_size": 24, "norm_eps": 1e-3, "conv_L_cache": 3,
     "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
 }  # fmt: skip
 LATENT_ATTENTION = {
-    **EPS, "hidden_size": 24, "num_attention_heads": 4, "num_key_value_heads": 4,
+    **EPS, "hidden_size": 20, "num_attention_heads": 4, "num_key_value_heads": 4,
     "num_hidden_layers": 3, "kv_lora_rank": 9, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4,
     "v_head_dim": 5, "intermediate_size": 20, "moe_intermediate_size": 8,
-    "num_experts_per_token": 2, "routed_scaling_factor": 2.4, "tie_word_embeddings": True,
+    "num_experts_per_token": 2, "routed_scaling_factor": 2.4,
 }  # fmt: skip
 ZAMBA = {
-    **EPS, "hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 4,
-    "num_key_value_heads": 4, "intermediate_size": 24,
-    "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"],
+    **EPS, "hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 4, "intermediate_size": 20,
+    "layers_block_type": ["hybrid", "linear_attention", "hybrid"],
 }  # fmt: skip
 ZAMBA2 = {
     **ZAMBA, "n_mamba_heads": 4, "mamba_ngroups": 2, "mamba_d_state": 6, "chunk_size": 8,
@@ -372,8 +373,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "zamba2",
         {
             **ZAMBA2,
-            "num_hidden_layers": 5,
-            "layers_block_type": ["linear_attention", "hybrid", "hybrid", "linear_attention", "hybrid"],
+            "num_hidden_layers": 4,
+            "layers_block_type": ["linear_attention", "hybrid", "hybrid", "hybrid"],
             "num_mem_blocks": 2,
             "num_key_value_heads": 2,
         },
@@ -447,7 +448,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "block_types": ["recurrent", "recurrent", "attention"],
             "num_attention_heads": 5,
             "num_key_value_heads": 1,
-            "intermediate_size": 32,
+            "intermediate_size": 24,
             "attention_window_size": 6,
             "rope_parameters": {"rope_type": "default", "rope_theta": 50.0, "partial_rotary_factor": 0.5},
             "logits_soft_cap": 5.0,

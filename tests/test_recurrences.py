@@ -77,7 +77,9 @@ def inputs_of(name: str, n_tokens: int, rows: int = ROWS) -> tuple[Any, np.ndarr
 
     b, c = part(1, GROUPS, KEY), part(2, GROUPS, KEY)
     if name == "ssd":
-        return ssd.Inputs(part(3, HEADS, VALUE), b, c, -spread(HEADS)), normal(rows, HEADS, VALUE, KEY, seed=4)
+        return ssd.Inputs(part(3, HEADS, VALUE), b, c, -spread(HEADS)), normal(
+            rows, HEADS, VALUE, KEY, seed=4
+        )
     if name.startswith("delta"):
         log_a = -spread(HEADS, KEY) if name.endswith("channel") else -spread(HEADS)
         # above 1 as well: what a key read before changes its sign
@@ -149,7 +151,9 @@ def test_extreme_decays_of_the_delta_rule(by_channel, n_tokens):
     strong = np.random.default_rng(0).random(weak.shape) < 0.1
     # one strong decay in ten, for every head or channel at other tokens; then for all at once
     agrees_over_chunks(np.where(strong, -100.0, weak), n_tokens)
-    agrees_over_chunks(np.where(np.arange(N_LONG).reshape(1, -1, *(1,) * len(sizes)) % 7 == 3, -100, weak), n_tokens)
+    agrees_over_chunks(
+        np.where(np.arange(N_LONG).reshape(1, -1, *(1,) * len(sizes)) % 7 == 3, -100, weak), n_tokens
+    )
     # heads or channels that never decay beside such that keep nothing
     agrees_over_chunks(np.where(np.arange(sizes[-1]) % 2, -100.0, -1e-3) + 0 * weak, n_tokens)
     agrees_over_chunks(0 * weak, n_tokens)

@@ -87,6 +87,7 @@ def _chunked(inputs: Inputs, state: Array, chunk: int) -> tuple[Array, Array]:
         from_start = jnp.exp(total)
         to_end = jnp.exp(apart(sums[:, :, :, :, -1:], sums))
         above = jnp.tril(beta * _decayed_products(k, k, sums), -1)
+        seen = jnp.tril(_decayed_products(q, k, sums))
         carried = jnp.einsum("bgrtk,bgrkv->bgrtv", k * from_start, s, precision=_HIGHEST)
         u = solve_triangular(above, beta * (v - carried), lower=True, unit_diagonal=True)
         y = jnp.einsum("bgrtk,bgrkv->bgrtv", q * from_start, s, precision=_HIGHEST)
