@@ -91,9 +91,7 @@ def _chunked(inputs: Inputs, state: Array, chunk: int) -> tuple[Array, Array]:
         carried = jnp.einsum("bgrtk,bgrkv->bgrtv", k * from_start, s, precision=_HIGHEST)
         u = solve_triangular(above, beta * (v - carried), lower=True, unit_diagonal=True)
         y = jnp.einsum("bgrtk,bgrkv->bgrtv", q * from_start, s, precision=_HIGHEST)
-        y = y + jnp.einsum(
-            "bgrts,bgrsv->bgrtv", jnp.tril(_decayed_products(q, k, sums)), u, precision=_HIGHEST
-        )
+        y = y + jnp.einsum("bgrts,bgrsv->bgrtv", seen, u, precision=_HIGHEST)
         added = jnp.einsum("bgrsk,bgrsv->bgrkv", k * to_end, u, precision=_HIGHEST)
         s = from_start[..., -1, :, None] * s + added
         return s, y.transpose(0, 3, 1, 2, 4).reshape(rows, n, heads, n_values)
