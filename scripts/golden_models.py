@@ -383,6 +383,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "zamba2",
         {
             **ZAMBA2,
+            "layers_block_type": ["linear_attention", "hybrid", "hybrid"],
             "num_mem_blocks": 1,
             "use_shared_attention_adapter": True,
             "use_mem_rope": True,

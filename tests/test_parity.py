@@ -12,7 +12,8 @@ import jaxhybrid as jh
 from jaxhybrid.params import Params
 
 GOLDEN = Path(__file__).parent / "golden"
-MODELS = sorted(p.name for p in GOLDEN.iterdir() if p.is_dir())
+CLAMPED = "nemotron_h_small_dt"  # test_families.py says why
+MODELS = sorted(p.name for p in GOLDEN.iterdir() if p.is_dir() and p.name != CLAMPED)
 CORE = ["granitemoehybrid", "llama", "mamba2"]
 TOLERANCE = 5e-5
 """float32 sums in another order, through a few layers; 1e-5 is usual with logits of about 10."""
