@@ -25,9 +25,9 @@ def ssd(inputs: Any, state: Any) -> Result:
 
 
 def delta_rule(inputs: Any, state: Any) -> Result:
-    """q and k [B, T, G, K], v [B, T, H, V], log_a [B, T, H] or [B, T, H, K], beta [B, T, H], state [B, H, K, V].
+    """q and k [B, T, G, K], v [B, T, H, V], log_a [B, T, H] or [B, T, H, K], beta [B, T, H], S [B, H, K, V].
 
-    S_t = (1 - beta k k^T) a S_{t-1} + beta k v^T.
+    S_t = (1 - beta k k^T) a S_{t-1} + beta k v^T: (y [B, T, H, V], S).
     """
     q, k, v, log_a, beta, s = exact((*inputs, state))
     group = np.arange(v.shape[2]) // (v.shape[2] // k.shape[2])
