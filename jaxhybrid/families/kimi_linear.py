@@ -36,7 +36,7 @@ def hparams(config: dict[str, Any]) -> Hparams:
         mlp=tuple({"dense": dense, "sparse": shared}[kind] for kind in kinds),
         moe=tuple({"sparse": moe}.get(kind) for kind in kinds),
         norm_eps=eps,
-        tie_embeddings=c.flag("tie_word_embeddings", False),
+        tie_embeddings=False,  # transformers keeps a head of its own whatever the configuration says
         context_length=c.integer("max_position_embeddings", c.integer("model_max_length", 262144)),
     )
 

@@ -109,7 +109,7 @@ def _decayed_products(left: Array, right: Array, sums: Array) -> Array:
     """
     if sums.shape[-1] == 1:
         g = sums[..., 0]
-        between = jnp.exp(jnp.minimum(apart(g[..., :, None], g[..., None, :]), 0.0))
+        between = jnp.exp(_at_most_0(apart(g[..., :, None], g[..., None, :])))
         return jnp.einsum("...tk,...sk->...ts", left, right, precision=_HIGHEST) * between
     shape, n = sums.shape[1:], sums.shape[-2]
 
@@ -138,12 +138,12 @@ def _products_by_channel(left: Array, right: Array, sums: Array) -> Array:
         return t.reshape(*t.shape[:-2], n_blocks, size, t.shape[-1])
 
     lefts, rights, g = blocks(left), blocks(right), blocks(sums)  # [N, blocks, size, K]
-    pairs = jnp.exp(jnp.minimum(apart(g[..., :, None, :], g[..., None, :, :]), 0.0))
+    pairs = jnp.exp(_at_most_0(apart(g[..., :, None, :], g[..., None, :, :])))
     inside = jnp.sum(lefts[..., :, None, :] * rights[..., None, :, :] * pairs, axis=-1)
     # the sums just before each block; the first has nothing before it
     before = jnp.concatenate([jnp.zeros_like(g[..., :1, -1, :]), g[..., :-1, -1, :]], axis=-2)
-    since = jnp.exp(jnp.minimum(apart(g, before[..., None, :]), 0.0))
-    until = jnp.exp(jnp.minimum(apart(before[..., None, :], g.reshape(2, -1, 1, filled, g.shape[-1])), 0.0))
+    since = jnp.exp(_at_most_0(apart(g, before[..., None, :])))
+    until = jnp.exp(_at_most_0(apart(before[..., None, :], g.reshape(2, -1, 1, filled, g.shape[-1]))))
     earlier = jnp.arange(filled) < size * jnp.arange(n_blocks)[:, None]
     until = jnp.where(earlier[..., None], until, 0.0)  # [N, blocks, n, K]
     every = rights.reshape(-1, 1, filled, rights.shape[-1])
@@ -152,6 +152,11 @@ def _products_by_channel(left: Array, right: Array, sums: Array) -> Array:
     same = jnp.eye(n_blocks, dtype=across.dtype)[:, None, :, None]
     whole = across + inside[..., :, :, None, :] * same
     return whole.reshape(-1, filled, filled)[..., :n, :n]
+
+
+def _at_most_0(log_a: Array) -> Array:
+    """Of slope 1 at 0, where jnp.minimum has 1/2."""
+    return jnp.where(log_a > 0, 0.0, log_a)
 
 
 DELTA_RULE = Recurrence(sequential=_sequential, chunked=_chunked, one_token=_one_token)

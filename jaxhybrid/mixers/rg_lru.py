@@ -76,7 +76,10 @@ def apply(
 
     valid = valid_tokens(n_tokens, lengths)[:, :, None]
     log_a = -_RATE * gate("recurrence_gate") * jax.nn.softplus(p["lambda"].astype(jnp.float32))
-    kept = jnp.where(positions[:, :, None] == 0, 1.0, jnp.sqrt(-jnp.expm1(2 * log_a)))
+    lost = -jnp.expm1(2 * log_a)
+    # a closed gate loses nothing: 0 without the slope of a square root there
+    kept = jnp.where(lost > 0, jnp.sqrt(jnp.where(lost > 0, lost, 1.0)), 0.0)
+    kept = jnp.where(positions[:, :, None] == 0, 1.0, kept)
     inputs = Inputs(
         u=jnp.where(valid, kept * gate("input_gate") * u.astype(jnp.float32), 0.0),
         log_a=jnp.where(valid, log_a, 0.0),

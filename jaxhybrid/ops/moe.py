@@ -53,7 +53,8 @@ def route(p: Tree, tokens: Array, hp: MoeHparams) -> tuple[Array, Array]:
     DeepSeek-V3 (arXiv:2412.19437).
     """
     logits = linear(tokens.astype(jnp.float32), p["router"].astype(jnp.float32))
-    if hp.scores == "softmax" and hp.renormalise and not hp.selection_bias and hp.n_groups == 1:
+    plain = not hp.selection_bias and hp.n_groups == 1 and hp.renormalise_eps == 0
+    if hp.scores == "softmax" and hp.renormalise and plain:
         # a softmax over all, divided by the sum of the chosen, is a softmax over the chosen
         chosen, experts = lax.top_k(logits, hp.top_k)
         return experts, jax.nn.softmax(chosen, axis=-1) * hp.multiplier
