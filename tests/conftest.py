@@ -32,6 +32,14 @@ settings.load_profile("jaxhybrid")
 _tests, _maps = count(), Path("/proc/self/maps")
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """All tests of a file in one process, which compiles once what they share."""
+    from xdist.scheduler import LoadFileScheduling
+
+    return LoadFileScheduling(config, log)
+
+
 @pytest.fixture(autouse=True)
 def few_memory_maps():
     """Every compiled program takes memory maps, of which Linux gives a process 65,530."""

@@ -303,6 +303,30 @@ def test_a_killed_process_leaves_the_old_or_the_new(tmp_path):
     assert seen == 20
 
 
+def test_a_version_that_vanishes_while_it_is_read(tmp_path, monkeypatch):
+    """Another process saves a newer one meanwhile; a version that is damaged stays an error."""
+    from jaxhybrid.files import store
+
+    path, opened = tmp_path / "s", store._opened
+
+    def save(n):
+        store.write(path, "test", {"a": np.full(5, n, np.float32)}, {"n": n})
+
+    def slow(folder):
+        content = opened(folder)
+        if content["about"]["n"] < 3:
+            save(content["about"]["n"] + 1)
+        return content
+
+    save(1)
+    monkeypatch.setattr(store, "_opened", slow)
+    arrays, about = store.read(path, "test")
+    assert about["n"] == 3 and np.all(arrays["a"] == 3)
+    next(p for p in (path / "00000003" / "arrays").rglob("*") if p.is_file()).unlink()
+    with pytest.raises(CheckpointError, match="damaged or missing"):
+        store.read(path, "test")
+
+
 # ------------------------------------------------------------------------------------ a failing step
 
 

@@ -4,6 +4,7 @@ The oracle is one full forward of transformers, recorded in tests/golden. Where 
 disagree with that (version 5.24; the tests at the end say which), these do not.
 """
 
+import os
 from functools import cache
 from pathlib import Path
 
@@ -20,6 +21,22 @@ MODELS = sorted(p.name for p in GOLDEN.iterdir() if p.is_dir())
 CLAMPED = ["nemotron_h_small_dt"]
 """Made by a prefill that clamps dt, which decode does not; see `with_dt_floor`."""
 EXACT = [name for name in MODELS if name not in CLAMPED]
+VARIANTS = {
+    "bamba_dt_limit",
+    "falcon_h1_rms",
+    "falcon_h1_rms_before",
+    "granitemoehybrid_dense",
+    "granitemoehybrid_rope",
+    "linear_rope",
+    "llama3_rope",
+    "longrope_rope",
+    "mamba2_dt_limit",
+    "mamba2_tied",
+    "nemotron_h_latent",
+    "yarn_rope",
+}
+"""Of families that are here otherwise, by nothing that a cache would see: walked in the nightly setting."""
+WALKED = EXACT if os.environ.get("JAXHYBRID_NIGHTLY") else [n for n in EXACT if n not in VARIANTS]
 TOLERANCE = 5e-5  # as in test_parity.py
 WIDTH = 8
 
@@ -111,7 +128,7 @@ def walked(model: Params, tokens: np.ndarray, logits: np.ndarray) -> float:
     return walk.worst
 
 
-@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("name", WALKED)
 def test_every_way_to_the_same_logits(name):
     ref = reference(name)
     assert walked(params(name), ref["input_ids"], ref["logits"]) < TOLERANCE

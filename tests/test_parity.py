@@ -33,20 +33,18 @@ def reference(name: str) -> dict[str, np.ndarray]:
         return dict(stored)
 
 
-def new_cache(name: str, n_seq: int, unified: bool = False):
-    return jh.create_cache(params(name).hparams, 64, n_seq, unified=unified, cell_multiple=8)
+def new_cache(name: str, n_seq: int):
+    return jh.create_cache(params(name).hparams, 64, n_seq, cell_multiple=8)
 
 
 def close(logits, expected, tolerance=TOLERANCE):
     np.testing.assert_allclose(np.asarray(logits), expected, rtol=0, atol=tolerance)
 
 
-def marked(names, core):
-    return [pytest.param(n, marks=pytest.mark.quick if n in core else ()) for n in names]
-
-
-@pytest.mark.parametrize("name", marked(MODELS, CORE))
+@pytest.mark.quick
+@pytest.mark.parametrize("name", CORE)
 def test_logits_of_whole_sequences(name):
+    """Every other family goes through a cache in test_families.py."""
     ref = reference(name)
     tokens = ref["input_ids"]
     assert tokens.shape[1] > 4 * 8  # several chunks of the chunk size below
@@ -85,17 +83,14 @@ def test_token_by_token(name):
         close(out.logits, ref["logits"][:, t])
 
 
-@pytest.mark.parametrize("unified", [False, True], ids=["streams", "unified"])
 @pytest.mark.parametrize("name", CORE)
-def test_uneven_pieces_padded_rows_and_strangers(name, unified):
+def test_uneven_pieces_padded_rows_and_strangers_in_one_pool(name):
     """Two sequences advance by pieces of other lengths in rows padded to 8, beside strangers."""
     ref = reference(name)
     tokens, width = ref["input_ids"], 8
     pieces = ([1, 7, 3, 8, 2, 5, 8, 8, 1], [8, 8, 8, 5, 0, 2, 7, 1, 4])
     assert all(sum(p) == tokens.shape[1] for p in pieces)
-    cache = new_cache(name, 4, unified) if not unified else jh.create_cache(
-        params(name).hparams, 256, 4, unified=True, cell_multiple=8
-    )  # fmt: skip
+    cache = jh.create_cache(params(name).hparams, 256, 4, unified=True, cell_multiple=8)
     draw = np.random.default_rng(0)
     done = [0, 0]
     outputs = np.arange(4 * width)

@@ -89,11 +89,13 @@ def test_greedy_equals_recomputing_everything(layers):
 def test_company_dispatch_and_layout_do_not_matter(params, settings):
     prompts = prompts_of(2, 9, 5)
     together, _, _ = run(params, prompts, **settings)
+    assert run(params, prompts, unified=True, **settings)[0] == together
+    if not settings:  # greedy rows differ from others in how a token is chosen only
+        return
     for row, prompt in enumerate(prompts):
         alone = {k: v[row] if isinstance(v, list) else v for k, v in settings.items()}
         assert run(params, [prompt], dispatch=3, **alone)[0][0] == together[row]
     assert run(params, prompts, dispatch=1, **settings)[0] == together
-    assert run(params, prompts, unified=True, **settings)[0] == together
     assert run(params, prompts, aligned=False, **settings)[0] == together
 
 

@@ -67,26 +67,41 @@ def read(path: str | Path, kind: str) -> tuple[dict[str, np.ndarray], dict[str, 
     """
     path = Path(path)
     with _as_checkpoint_error(path, "read"):
-        versions = _versions(path) if path.is_dir() else []
-        if not versions:
-            raise CheckpointError(f"{path}: no saved {kind} here; give the folder it was saved to")
-        folder = versions[-1]
-        content = _opened(folder)
-        if content.get("format") != FORMAT:
-            raise CheckpointError(
-                f"{path}: format {content.get('format')!r} is not {FORMAT}; it was saved by another version"
-            )
-        if content.get("kind") != kind:
-            raise CheckpointError(f"{path}: kind is {content.get('kind')!r}, not {kind!r}")
-        for name, (size, digest) in content["files"].items():
-            if not (folder / name).is_file() or _fingerprint(folder / name) != (size, digest):
-                raise CheckpointError(f"{path}: file {name} is damaged or missing; it cannot be used")
-        found = _load_arrays(folder / _ARRAYS) if any(content["files"]) else {}
-        arrays = {}
-        for name, (dtype, shape) in content["arrays"].items():
-            a = found.get(name)
-            arrays[name] = np.zeros(shape, jnp.dtype(dtype)) if a is None else np.asarray(a)
-        return arrays, content["about"]
+        newest = _newest(path, kind)
+        while True:
+            try:
+                return _read_version(newest, path, kind)
+            except Exception:
+                # another process may have saved a newer version and removed this one meanwhile
+                read, newest = newest, _newest(path, kind)
+                if newest == read:
+                    raise
+
+
+def _newest(path: Path, kind: str) -> Path:
+    versions = _versions(path) if path.is_dir() else []
+    if not versions:
+        raise CheckpointError(f"{path}: no saved {kind} here; give the folder it was saved to")
+    return versions[-1]
+
+
+def _read_version(folder: Path, path: Path, kind: str) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    content = _opened(folder)
+    if content.get("format") != FORMAT:
+        raise CheckpointError(
+            f"{path}: format {content.get('format')!r} is not {FORMAT}; it was saved by another version"
+        )
+    if content.get("kind") != kind:
+        raise CheckpointError(f"{path}: kind is {content.get('kind')!r}, not {kind!r}")
+    for name, (size, digest) in content["files"].items():
+        if not (folder / name).is_file() or _fingerprint(folder / name) != (size, digest):
+            raise CheckpointError(f"{path}: file {name} is damaged or missing; it cannot be used")
+    found = _load_arrays(folder / _ARRAYS) if any(content["files"]) else {}
+    arrays = {}
+    for name, (dtype, shape) in content["arrays"].items():
+        a = found.get(name)
+        arrays[name] = np.zeros(shape, jnp.dtype(dtype)) if a is None else np.asarray(a)
+    return arrays, content["about"]
 
 
 def _opened(folder: Path) -> dict[str, Any]:
