@@ -16,7 +16,9 @@ import pytest
 from jaxhybrid.hparams import AttentionHparams, Mamba2Hparams, MlpHparams, MoeHparams, RopeHparams
 from jaxhybrid.mixers import attention, mamba2
 from jaxhybrid.mixers.memory import Causal, RowStates
+from jaxhybrid.ops import moe as experts_of
 from jaxhybrid.ops.causal_conv import causal_conv
+from jaxhybrid.ops.linear import linear
 from jaxhybrid.ops.mlp import mlp, mlp_spec
 from jaxhybrid.ops.moe import moe, moe_spec
 from jaxhybrid.ops.norms import grouped_rms_norm, rms_norm
@@ -358,3 +360,24 @@ def test_mlp_agrees_with_the_formula(bias):
     both = [x.astype(np.float64) @ p["gate_up"][i].T.astype(np.float64) + up[i] for i in (0, 1)]
     expected = (silu(both[0]) * both[1]) @ p["down"].T.astype(np.float64) + down
     close(mlp(p, jnp.asarray(x), hp), expected)
+
+
+@pytest.mark.parametrize("is_gated", [True, False], ids=["gated", "plain"])
+@pytest.mark.parametrize("n_tokens", [1, 3, 20])
+def test_all_forms_of_experts_agree(n_tokens, is_gated, monkeypatch):
+    """Gathered, sorted and all of them, the last also in blocks of tokens that they do not fill."""
+    hp = dataclasses.replace(MOE, gated=is_gated)
+    p, tokens = random_tree(moe_spec(hp, D_MODEL)), jnp.asarray(normal(n_tokens, D_MODEL))
+    experts, _ = experts_of.route(p, tokens, hp)
+    expected = np.asarray(experts_of.gathered_experts(p, tokens, experts, hp))
+    close(experts_of.sorted_experts(p, tokens, experts, hp), expected)
+    close(experts_of.every_expert(p, tokens, experts, hp), expected)
+    monkeypatch.setattr(experts_of, "_MOST_HIDDEN", 3 * hp.n_experts * hp.d_ff)
+    close(experts_of.every_expert(p, tokens, experts, hp), expected)
+
+
+def test_a_lone_bfloat16_row_is_that_of_two():
+    x, w = (jnp.asarray(normal(*s, seed=i), jnp.bfloat16) for i, s in enumerate(((2, 24), (10, 24))))
+    for row in range(2):
+        alone = linear(x[row : row + 1], w, dtype=jnp.dtype(jnp.float32))
+        np.testing.assert_allclose(alone[0], linear(x, w, dtype=jnp.dtype(jnp.float32))[row], rtol=1e-6)

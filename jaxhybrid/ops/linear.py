@@ -32,22 +32,36 @@ def contract(spec: str, a: Array, b: Array) -> Array:
     return lax.platform_dependent(a, b, cpu=widened, default=native)
 
 
+def _product(rows: Array, weight: Array) -> Array:
+    """rows [R, in] times weight [out, in]: float32 [R, out]."""
+    few = rows.dtype == jnp.float32 and 1 < len(rows) <= _FEW_ROWS
+    left, right = (weight, rows) if few else (rows, weight)
+    y = lax.dot_general(
+        left,
+        right,
+        (((1,), (1,)), ((), ())),
+        precision=precision_of(rows.dtype),
+        preferred_element_type=jnp.float32,
+    )
+    return y.T if few else y
+
+
+def _as_two_rows(rows: Array, weight: Array) -> Array:
+    """A lone bfloat16 row is a scalar loop in XLA's CPU compiler, two are not: 18 times as fast."""
+    return _product(jnp.concatenate([rows, rows]), weight)[:1]
+
+
 def linear(x: Array, weight: Array, bias: Array | None = None, dtype: jnp.dtype | None = None) -> Array:
     """x [..., in] times weight [out, in] plus bias [out], accumulated in float32.
 
     Returns [..., out] in `dtype`, by default that of x.
     """
-    rows = x.reshape(-1, x.shape[-1])
-    few = 1 < len(rows) <= _FEW_ROWS
-    left, right = (weight.astype(x.dtype), rows) if few else (rows, weight.astype(x.dtype))
-    y = lax.dot_general(
-        left,
-        right,
-        (((1,), (1,)), ((), ())),
-        precision=precision_of(x.dtype),
-        preferred_element_type=jnp.float32,
-    )
-    y = (y.T if few else y).reshape(*x.shape[:-1], len(weight))
+    rows, weight = x.reshape(-1, x.shape[-1]), weight.astype(x.dtype)
+    if len(rows) == 1 and x.dtype != jnp.float32:
+        y = lax.platform_dependent(rows, weight, cpu=_as_two_rows, default=_product)
+    else:
+        y = _product(rows, weight)
+    y = y.reshape(*x.shape[:-1], len(weight))
     if bias is not None:
         y = y + bias.astype(jnp.float32)
     return y.astype(dtype or x.dtype)

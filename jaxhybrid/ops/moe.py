@@ -12,6 +12,9 @@ from jaxhybrid.ops.linear import contract, linear
 from jaxhybrid.ops.ragged import ragged_linear
 from jaxhybrid.params import TensorSpec, Tree, matrix, vector
 
+_MOST_HIDDEN = 1 << 24
+"""Hidden activations that `every_expert` holds at once; beyond, tokens go in blocks."""
+
 
 def moe_spec(hp: MoeHparams, d_model: int) -> Tree:
     experts, ffn, width = hp.n_experts, hp.d_ff, hp.latent or d_model
@@ -36,10 +39,7 @@ def moe(p: Tree, x: Array, hp: MoeHparams) -> Array:
     experts, weights = route(p, tokens, hp)
     if hp.latent is not None:
         tokens = linear(tokens, p["latent_down"])
-    if tokens.shape[0] * hp.top_k <= hp.n_experts:
-        y = _gathered_experts(p, tokens, experts, hp)
-    else:
-        y = _sorted_experts(p, tokens, experts, hp)
+    y = _experts(p, tokens, experts, hp)
     y = jnp.sum(y * weights[:, :, None], axis=1).astype(x.dtype)
     if hp.latent is not None:
         y = linear(y, p["latent_up"])
@@ -73,7 +73,57 @@ def route(p: Tree, tokens: Array, hp: MoeHparams) -> tuple[Array, Array]:
     return experts, weights * hp.multiplier
 
 
-def _gathered_experts(p: Tree, tokens: Array, experts: Array, hp: MoeHparams) -> Array:
+def _experts(p: Tree, tokens: Array, experts: Array, hp: MoeHparams) -> Array:
+    """float32 [tokens, top_k, width], what the chosen experts make of each token.
+
+    Few tokens gather their experts' weights, many are sorted by expert. On a CPU computing all experts wins
+    unless very few are wanted: its ragged product costs as much and is slow.
+    """
+    n_chosen = tokens.shape[0] * hp.top_k
+
+    def usual(p: Tree, tokens: Array, experts: Array) -> Array:
+        form = gathered_experts if n_chosen <= hp.n_experts else sorted_experts
+        return form(p, tokens, experts, hp)
+
+    def on_cpu(p: Tree, tokens: Array, experts: Array) -> Array:
+        form = gathered_experts if 10 * n_chosen <= hp.n_experts else every_expert
+        return form(p, tokens, experts, hp)
+
+    if tokens.dtype != jnp.float32:
+        return usual(p, tokens, experts)
+    used = {name: p[name] for name in ("gate_up" if hp.gated else "up", "down")}
+    return lax.platform_dependent(used, tokens, experts, cpu=on_cpu, default=usual)
+
+
+def every_expert(p: Tree, tokens: Array, experts: Array, hp: MoeHparams) -> Array:
+    """All experts of all tokens, then the chosen ones: two large products. float32 [tokens, top_k, width]."""
+    n_tokens, n_experts = len(tokens), hp.n_experts
+    size = max(1, min(n_tokens, _MOST_HIDDEN // (n_experts * hp.d_ff)))
+    into, act = p["gate_up" if hp.gated else "up"], activation(hp.activation)
+
+    def some(tokens: Array, experts: Array) -> Array:
+        hidden = linear(tokens, into.reshape(-1, into.shape[-1]))
+        hidden = hidden.reshape(len(tokens), n_experts, -1).swapaxes(0, 1)  # [experts, tokens, ...]
+        if hp.gated:
+            hidden = act(hidden[..., : hp.d_ff]) * hidden[..., hp.d_ff :]
+        else:
+            hidden = act(hidden)
+        y = contract("etf,edf->etd", hidden, p["down"].astype(hidden.dtype))
+        return y[experts, jnp.arange(len(tokens))[:, None]]
+
+    if size == n_tokens:
+        return some(tokens, experts)
+    n_blocks = -(-n_tokens // size)
+
+    def blocks(t: Array) -> Array:
+        t = jnp.pad(t, ((0, n_blocks * size - n_tokens), (0, 0)))
+        return t.reshape(n_blocks, size, -1)
+
+    y = lax.map(lambda block: some(*block), (blocks(tokens), blocks(experts)))
+    return y.reshape(n_blocks * size, hp.top_k, -1)[:n_tokens]
+
+
+def gathered_experts(p: Tree, tokens: Array, experts: Array, hp: MoeHparams) -> Array:
     """Few tokens: read only the chosen experts' weights. Returns float32 [tokens, top_k, width]."""
     act = activation(hp.activation)
     if hp.gated:
@@ -84,7 +134,7 @@ def _gathered_experts(p: Tree, tokens: Array, experts: Array, hp: MoeHparams) ->
     return contract("tkf,tkdf->tkd", hidden.astype(tokens.dtype), p["down"][experts])
 
 
-def _sorted_experts(p: Tree, tokens: Array, experts: Array, hp: MoeHparams) -> Array:
+def sorted_experts(p: Tree, tokens: Array, experts: Array, hp: MoeHparams) -> Array:
     """Many tokens: sort the pairs by expert, one ragged product each way. float32 [tokens, top_k, width]."""
     order = jnp.argsort(experts.reshape(-1), stable=True)
     sizes = jnp.bincount(experts.reshape(-1), length=hp.n_experts).astype(jnp.int32)
