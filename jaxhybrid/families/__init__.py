@@ -51,9 +51,12 @@ _INSIDE = (
 )
 """Names of the text part inside a vision-language checkpoint."""
 
+_OLD_BACKBONE = ((r"^backbone\.embedding\.", "backbone.embeddings."),)
+"""What Mamba files called their embeddings once."""
+
 _GEMMA3 = Family(gemma3_text.hparams, gemma3_text.tensors, _NOT_TEXT, _INSIDE)
 _LLAMA = Family(llama.hparams, llama.tensors, ignored=(r".*\.rotary_emb\.inv_freq",))
-_MAMBA = Family(mamba.hparams, mamba.tensors, renamed=((r"^backbone\.embedding\.", "backbone.embeddings."),))
+_MAMBA = Family(mamba.hparams, mamba.tensors, renamed=_OLD_BACKBONE)
 _QWEN = Family(qwen3_next.hparams, qwen3_next.tensors, (*_NOT_TEXT, *_PREDICTION), _INSIDE)
 _LFM = Family(lfm2.hparams, lfm2.tensors, _NOT_TEXT, _INSIDE)
 
@@ -80,7 +83,7 @@ FAMILIES: dict[str, Family] = {
     "mamba2": Family(
         mamba2.hparams,
         mamba2.tensors,
-        renamed=((r"^backbone\.embedding\.", "backbone.embeddings."),),
+        renamed=_OLD_BACKBONE,
     ),
     "minimax": Family(minimax.hparams, minimax.tensors, ignored=minimax.IGNORED),
     "mistral": _LLAMA,
