@@ -11,7 +11,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jax import Array
+from jax import Array, lax
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from jaxhybrid.cache import digest
 from jaxhybrid.hparams import RopeHparams
@@ -83,6 +84,8 @@ class LayerCells(struct.PyTreeNode):
         new = jnp.where(jnp.isfinite(new), new, 0).astype(buffer.dtype)
         if self.plan.rows is not None:
             new = new[self.plan.rows]
+        if new.shape[1] == 1:
+            return _write_one_each(buffer, new[:, 0], self.plan.streams, self.plan.cells[:, 0])
         return buffer.at[self.plan.streams[:, None], :, self.plan.cells].set(new, mode="drop")
 
     def _visible(self, buffer: Array) -> Array:
@@ -90,6 +93,49 @@ class LayerCells(struct.PyTreeNode):
         if self.plan.aligned or buffer.shape[0] == 1:
             return filled
         return filled[self.plan.read]
+
+
+@jax.custom_jvp
+def _write_one_each(buffer: Array, new: Array, streams: Array, cells: Array) -> Array:
+    """new [W, KV heads, head size] into cells [W] of streams [W]; cells out of range are left out."""
+    return lax.platform_dependent(
+        buffer, new, streams, cells, tpu=_write_in_turn, cuda=_scatter_as_it_lies, default=_scatter
+    )
+
+
+@_write_one_each.defjvp
+def _write_one_each_jvp(primals: tuple[Array, ...], tangents: tuple[Array, ...]) -> tuple[Array, Array]:
+    _, _, streams, cells = primals
+    return _write_one_each(*primals), _scatter(tangents[0], tangents[1], streams, cells)
+
+
+def _scatter(buffer: Array, new: Array, streams: Array, cells: Array) -> Array:
+    return buffer.at[streams, :, cells].set(new, mode="drop")
+
+
+def _scatter_as_it_lies(buffer: Array, new: Array, streams: Array, cells: Array) -> Array:
+    """XLA's GPU compiler turns the buffer of a lone row to the layout that the product with it would like."""
+    written = _scatter(buffer, new, streams, cells)
+    return with_layout_constraint(written, Layout(major_to_minor=(0, 1, 2, 3)))
+
+
+def _write_in_turn(buffer: Array, new: Array, streams: Array, cells: Array) -> Array:
+    """XLA's TPU compiler turns the whole buffer to another layout and back for a scatter.
+
+    It does so for updates in a loop too, unless the layout that the buffer comes with is asked for: the head size
+    is minor only where it fills the 128 lanes.
+    """
+    written = cells < buffer.shape[2]
+    order = jnp.argsort(~written, stable=True)
+    layout = Layout(major_to_minor=(0, 1, 3, 2) if buffer.shape[3] % 128 else (0, 1, 2, 3))
+
+    def write(k: Array, buffer: Array) -> Array:
+        row = order[k]
+        at = (streams[row], 0, cells[row], 0)
+        buffer = lax.dynamic_update_slice(buffer, new[row][None, :, None], at)
+        return with_layout_constraint(buffer, layout)
+
+    return lax.fori_loop(0, jnp.sum(written), write, buffer)
 
 
 def create(

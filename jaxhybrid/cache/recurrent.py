@@ -81,39 +81,49 @@ class LayerSlots(struct.PyTreeNode):
             buffer = buffer.at[target].set(new.astype(buffer.dtype), mode="drop")
         else:
             # all slots in place, in their own order: nothing as large as a state is moved
-            buffer = _moved(buffer, plan)
             y, new = f(buffer, _by_slot(rows, plan.rows))
             buffer = new.astype(buffer.dtype)
             y = y[jnp.minimum(plan.targets[:, 0], buffer.shape[0] - 1)]
         return y, self.replace(state=self.state | {name: buffer})
 
 
-def _moved(buffer: Array, plan: SlotPlan) -> Array:
-    """The states of rows that change their slot, brought there."""
-    target = plan.targets[:, 0]
-    moves = (target < buffer.shape[0]) & (plan.source != target)
+def _moved(states: tuple[State, ...], source: Array, target: Array, moves: Array) -> tuple[State, ...]:
+    """The states of the rows in `moves` (bool [B]) from slots source to slots target, int32 [B], in every layer.
 
-    def move(buffer: Array) -> Array:
-        return buffer.at[target].set(buffer[plan.source], mode="drop")
+    One row after the other, and only those that move, so that the states stay where they are otherwise. No
+    row's new slot is another's old one.
+    """
+    order = jnp.argsort(~moves, stable=True)
 
-    return lax.cond(jnp.any(moves), move, lambda buffer: buffer, buffer)
+    def body(carry: tuple[Array, Any]) -> tuple[Array, Any]:
+        k, states = carry
+        old, new = source[order[k]], target[order[k]]
+
+        def moved(buffer: Array) -> Array:
+            state = lax.dynamic_index_in_dim(buffer, old, keepdims=True)
+            return lax.dynamic_update_slice_in_dim(buffer, state, new, axis=0)
+
+        return k + 1, jax.tree.map(moved, states)
+
+    n_moves = jnp.sum(moves)
+    return lax.while_loop(lambda carry: carry[0] < n_moves, body, (jnp.zeros_like(n_moves), states))[1]
 
 
 def _by_slot(rows: Any, order: Array) -> Any:
-    """Rows [B, ...] in the order of the slots (`SlotPlan.rows`), zero where no row writes.
-
-    The branch that nobody needs is there for its results: XLA's CPU compiler would otherwise compute the
-    rows again for every element of the states they meet.
-    """
+    """Rows [B, ...] in the order of the slots (`SlotPlan.rows`), zero where no row writes."""
     n_slots, n_rows = len(order), len(jax.tree.leaves(rows)[0])
 
     def ordered(rows: Any) -> Any:
         return jax.tree.map(lambda t: t.at[order].get(mode="fill", fill_value=0), rows)
 
-    def nothing(rows: Any) -> Any:
-        return jax.tree.map(lambda t: jnp.zeros((n_slots, *t.shape[1:]), t.dtype), rows)
+    def kept_apart(rows: Any) -> Any:
+        # XLA's CPU compiler would otherwise compute the rows again for every element of the states they meet
+        def nothing(rows: Any) -> Any:
+            return jax.tree.map(lambda t: jnp.zeros((n_slots, *t.shape[1:]), t.dtype), rows)
 
-    return lax.cond(jnp.any(order < n_rows), ordered, nothing, rows)
+        return lax.cond(jnp.any(order < n_rows), ordered, nothing, rows)
+
+    return lax.platform_dependent(rows, cpu=kept_apart, default=ordered)
 
 
 def create(
@@ -228,6 +238,9 @@ def occupy(
     rows = None
     if in_place and kept == 1:
         n_rows = len(seq_ids)
+        target = targets[:, 0]
+        moves = (target <= zero) & (source != target)
+        cache = cache.replace(states=_moved(cache.states, source, target, moves))
         rows = jnp.full(zero + 1, n_rows).at[targets[:, 0]].set(jnp.arange(n_rows), mode="drop")
     return cache, SlotPlan(source=source, targets=targets[:, :n_new], rows=rows)
 
