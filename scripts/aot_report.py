@@ -1,6 +1,6 @@
 """What XLA makes of the step for a TPU v5e and an H100, without either: aliasing, temporaries, traffic.
 
-    python scripts/aot_report.py                                   # every target installed, batch 1, 8 and 64
+    python scripts/aot_report.py                                # every target installed, batch 1, 8, 64
     python scripts/aot_report.py --targets v5e --batch 8 --config config.json --json rows.json --hlo FOLDER
 
 `scripts/aot_targets.py` says what a target needs. The step is that of decoding: bfloat16, one token a row, the
@@ -8,10 +8,11 @@ cache donated and full to `--ctx` tokens. A row a figure:
 
 - cache aliased: bytes of the cache that the executable updates in place, of all its bytes
 - temporaries: bytes of scratch memory, of the bytes of the arguments
-- traffic: bytes to and from main memory (`scripts/hlo_traffic.py`), of weights + K/V and states read + states and
-  new K/V written. Moving states between slots, which happens when a sequence is forked, is counted once.
-- whole K/V buffers copied: instructions whose result is as large as one and that do nothing but move it. On TPUs, buffers
-  that are fetched ahead into on-chip memory and written back are told apart.
+- traffic: bytes to and from main memory (`scripts/hlo_traffic.py`), of weights + K/V and states read + states
+  and new K/V written. Loops that depend on data (states that change their slot when a sequence is forked, and the
+  writing of a TPU's new cells) are printed beside it, a turn of each.
+- whole K/V buffers copied: instructions whose result is as large as one and that do nothing but move it.
+  Buffers that a TPU fetches ahead into on-chip memory and writes back are told apart.
 
 The number of instructions that run a layer is printed beside them: a small batch pays for launches.
 """
@@ -84,7 +85,9 @@ def figures(name: str, rows: int, executable: Any, params: Any, cache: Any) -> t
         _row(f"{where}: whole K/V buffers copied", float(copied), 0.0, "lower"),
     ]
     n_layers = params.hparams.n_layers
-    line = f"{where}: {traffic.n_kernels / n_layers:.0f} instructions a layer, {traffic.bytes / 1e6:.0f} MB moved"
+    line = f"{where}: {traffic.n_kernels / n_layers:.0f} instructions a layer"
+    line += f", {traffic.bytes / 1e6:.0f} MB moved"
+    line += f", {traffic.open_loops / 1e6:.0f} MB a turn in loops that depend on data"
     fetched = traffic.fetched_and_written_back(buffers)
     if fetched:
         line += f", {fetched} K/V buffers fetched into on-chip memory and written back"

@@ -1,9 +1,10 @@
 """Bytes that an optimized HLO module moves to and from main memory, from its text.
 
-XLA's own "bytes accessed" counts what is read from a TPU's on-chip memory like what is read from HBM, so a weight
-that is prefetched counts three times, and for GPUs compiled ahead of time there is none. This counts, for each
-instruction that runs, operands and results that lie in main memory: slices of an operand as slices, updates in place as
-updates, the dearer branch of a conditional, a loop as often as it runs where that is known, else once.
+XLA's own "bytes accessed" counts what is read from a TPU's on-chip memory like what is read from HBM, so a
+weight that is prefetched counts three times, and for GPUs compiled ahead of time there is none. This counts, for
+each instruction that runs, operands and results that lie in main memory: slices of an operand as slices,
+updates in place as updates, the dearer branch of a conditional, a loop as often as it runs. Loops that run as
+often as data say are summed apart, one turn each.
 """
 
 from __future__ import annotations
@@ -126,12 +127,17 @@ def _split_parenthesis(text: str) -> tuple[str, str]:
 
 
 class Traffic:
-    """Where a module's bytes go. by_instruction: bytes of each instruction of the entry and what it calls."""
+    """Where a module's bytes go.
+
+    bytes: of one run, without loops whose count depends on data; open_loops: bytes of one turn of each of
+    those. by_instruction: bytes of each instruction of the entry and what it calls. n_kernels: instructions of
+    the entry that do something.
+    """
 
     def __init__(self, text: str) -> None:
         self.computations, entry = parse(text)
         self.by_instruction: Counter[tuple[str, str, str]] = Counter()
-        self.n_kernels = 0
+        self.n_kernels = self.open_loops = 0
         self.bytes = self._of_computation(entry, record=True)
 
     def moves(self, sizes: set[int], opcodes: tuple[str, ...]) -> int:
@@ -198,7 +204,11 @@ class Traffic:
                 trips = re.search(r'"known_trip_count":\{"n":"(\d+)"', i.text)
                 body = re.search(r"body=%?([\w.\-]+)", i.text)
                 assert body is not None
-                return self._of_computation(body.group(1)) * (int(trips.group(1)) if trips else 1)
+                once = self._of_computation(body.group(1))
+                if trips is None:
+                    self.open_loops += once
+                    return 0
+                return once * int(trips.group(1))
             case "call" | "async-start":
                 called = _CALLED.search(i.text)
                 assert called is not None

@@ -122,8 +122,8 @@ def _scatter_as_it_lies(buffer: Array, new: Array, streams: Array, cells: Array)
 def _write_in_turn(buffer: Array, new: Array, streams: Array, cells: Array) -> Array:
     """XLA's TPU compiler turns the whole buffer to another layout and back for a scatter.
 
-    It does so for updates in a loop too, unless the layout that the buffer comes with is asked for: the head size
-    is minor only where it fills the 128 lanes.
+    It does so for updates in a loop too, unless the layout that the buffer comes with is asked for: the
+    head size is minor only where it fills the 128 lanes.
     """
     written = cells < buffer.shape[2]
     order = jnp.argsort(~written, stable=True)

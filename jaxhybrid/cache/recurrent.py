@@ -88,7 +88,7 @@ class LayerSlots(struct.PyTreeNode):
 
 
 def _moved(states: tuple[State, ...], source: Array, target: Array, moves: Array) -> tuple[State, ...]:
-    """The states of the rows in `moves` (bool [B]) from slots source to slots target, int32 [B], in every layer.
+    """The states of the rows in `moves` (bool [B]) brought from slots source to slots target, int32 [B].
 
     One row after the other, and only those that move, so that the states stay where they are otherwise. No
     row's new slot is another's old one.
