@@ -3,14 +3,14 @@
     python scripts/aot_report.py                                # every target installed, batch 1, 8, 64
     python scripts/aot_report.py --targets v5e --batch 8 --config config.json --json rows.json --hlo FOLDER
 
-`scripts/aot_targets.py` says what a target needs. The step is that of decoding: bfloat16, one token a row, the
-cache donated and full to `--ctx` tokens. A row a figure:
+`scripts/aot_targets.py` says what a target needs. The step is that of decoding: bfloat16, one token a row,
+the cache donated and full to `--ctx` tokens. A row a figure:
 
 - cache aliased: bytes of the cache that the executable updates in place, of all its bytes
 - temporaries: bytes of scratch memory, of the bytes of the arguments
 - traffic: bytes to and from main memory (`scripts/hlo_traffic.py`), of weights + K/V and states read + states
-  and new K/V written. Loops that depend on data (states that change their slot when a sequence is forked, and the
-  writing of a TPU's new cells) are printed beside it, a turn of each.
+  and new K/V written. Loops that depend on data (states that change their slot when a sequence is forked,
+  and the writing of a TPU's new cells) are printed beside it, a turn of each.
 - whole K/V buffers copied: instructions whose result is as large as one and that do nothing but move it.
   Buffers that a TPU fetches ahead into on-chip memory and writes back are told apart.
 
@@ -129,9 +129,8 @@ def main(argv: list[str] | None = None) -> int:
             found += more
             print(line)
             for row in more:
-                print(
-                    f"  {row['figure']}: {row['value']} (goal {row['goal']}, {'met' if row['met'] else 'NOT met'})"
-                )
+                verdict = "met" if row["met"] else "NOT met"
+                print(f"  {row['figure']}: {row['value']} (goal {row['goal']}, {verdict})")
             if args.hlo:
                 args.hlo.mkdir(parents=True, exist_ok=True)
                 (args.hlo / f"{name}-{rows}.hlo").write_text(executable.as_text(), encoding="utf-8")

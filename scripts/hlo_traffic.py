@@ -1,8 +1,8 @@
 """Bytes that an optimized HLO module moves to and from main memory, from its text.
 
 XLA's own "bytes accessed" counts what is read from a TPU's on-chip memory like what is read from HBM, so a
-weight that is prefetched counts three times, and for GPUs compiled ahead of time there is none. This counts, for
-each instruction that runs, operands and results that lie in main memory: slices of an operand as slices,
+weight that is prefetched counts three times, and for GPUs compiled ahead of time there is none. This counts,
+for each instruction that runs, operands and results that lie in main memory: slices of an operand as slices,
 updates in place as updates, the dearer branch of a conditional, a loop as often as it runs. Loops that run as
 often as data say are summed apart, one turn each.
 """
@@ -130,8 +130,8 @@ class Traffic:
     """Where a module's bytes go.
 
     bytes: of one run, without loops whose count depends on data; open_loops: bytes of one turn of each of
-    those. by_instruction: bytes of each instruction of the entry and what it calls. n_kernels: instructions of
-    the entry that do something.
+    those. by_instruction: bytes of each instruction of the entry and what it calls. n_kernels: instructions
+    of the entry that do something.
     """
 
     def __init__(self, text: str) -> None:
