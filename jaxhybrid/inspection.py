@@ -137,8 +137,8 @@ def inspect(path: str | Path | None = None, *, dtype: Any = jnp.float32) -> Insp
     hparams = hparams_from_config(read_config(folder))
     mapping = stored_bytes = unreadable = None
     try:
-        with TensorFiles(folder) as files:
-            mapping, stored_bytes = map_tensors(hparams, files), files.total_bytes
+        files = TensorFiles(folder)
+        mapping, stored_bytes = map_tensors(hparams, files), files.total_bytes
     except CheckpointError as error:
         unreadable = str(error)
     parameters, active = count_parameters(hparams)

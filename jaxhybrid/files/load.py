@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import numpy as np
 from jax import Array
 
 from jaxhybrid.errors import CheckpointError
-from jaxhybrid.families import Source, hparams_from_config, tensors_of
+from jaxhybrid.families import hparams_from_config, tensors_of
 from jaxhybrid.files.config import read_config, write_json
 from jaxhybrid.files.hub import resolve_model
 from jaxhybrid.files.mapping import FLOATS, map_tensors, read_parameter, split_parameter
@@ -34,25 +34,34 @@ def load_params(path: str | Path, dtype: Any = None, *, progress: Progress | Non
     """
     folder = resolve_model(str(path))
     hparams = hparams_from_config(read_config(folder))
-    with TensorFiles(folder) as files:
-        mapping = map_tensors(hparams, files)
-        mapping.raise_for_errors()
-        if mapping.unexpected:
-            first, *others = mapping.unexpected
-            more = f" and {len(others)} more" if others else ""
-            warnings.warn(f"{folder}: tensor {first}{more} not used by this model", stacklevel=2)
-        weights_dtype = _weights_dtype(files.dtype(mapping.sources["embed.weight"].names[0]), dtype)
-        specs = flatten(spec(hparams))
-        total = sum(s.size for s in specs.values())
-        found: dict[str, Array] = {}
-        done = 0
-        for name, tensor in specs.items():
-            stored = read_parameter(files, mapping.sources[name], tensor.shape)
-            found[name] = jnp.asarray(stored, dtype=jnp.float32 if tensor.float32 else weights_dtype)
-            done += tensor.size
-            if progress is not None:
-                progress(done, total)
-        _warn_if_not_finite(found, mapping.sources)
+    files = TensorFiles(folder)
+    mapping = map_tensors(hparams, files)
+    mapping.raise_for_errors()
+    if mapping.unexpected:
+        first, *others = mapping.unexpected
+        more = f" and {len(others)} more" if others else ""
+        warnings.warn(f"{folder}: tensor {first}{more} not used by this model", stacklevel=2)
+    weights_dtype = _weights_dtype(files.dtype(mapping.sources["embed.weight"].names[0]), dtype)
+    specs = flatten(spec(hparams))
+    total = sum(s.size for s in specs.values())
+    found: dict[str, Array] = {}
+    bad: list[str] = []
+    done = 0
+    for name, tensor in specs.items():
+        stored = read_parameter(files, mapping.sources[name], tensor.shape)
+        if not _all_finite(stored):
+            bad.append(mapping.sources[name].names[0])
+        # the device may take over what was read: nothing else holds it
+        array = jax.device_put(stored, may_alias=True)
+        found[name] = array.astype(jnp.float32 if tensor.float32 else weights_dtype)
+        done += tensor.size
+        if progress is not None:
+            progress(done, total)
+    if bad:
+        more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
+        warnings.warn(
+            f"tensor {bad[0]}{more} holds NaN or infinity; outputs will be meaningless", stacklevel=2
+        )
     return Params(unflatten(found), hparams)
 
 
@@ -81,17 +90,15 @@ def _weights_dtype(stored: str, dtype: Any) -> jnp.dtype:
     return jnp.dtype(jnp.bfloat16) if found == jnp.float16 else found
 
 
-@jax.jit
-def _finite(leaves: list[Array]) -> list[Array]:
-    return [jnp.all(jnp.isfinite(leaf)) for leaf in leaves]
+def _all_finite(array: np.ndarray) -> bool:
+    """Piece by piece, while it is in the cache."""
+    flat = array.reshape(-1)
+    if array.dtype == jnp.bfloat16:  # all ones in the exponent; numpy is slow at this dtype itself
+        flat, exponent = flat.view(np.uint16), np.uint16(0x7F80)
+        return all((p & exponent != exponent).all() for p in _pieces(flat))
+    return all(np.isfinite(p).all() for p in _pieces(flat))
 
 
-def _warn_if_not_finite(found: dict[str, Array], sources: dict[str, Source]) -> None:
-    finite = _finite(list(found.values()))
-    bad = [path for path, fine in zip(found, finite, strict=True) if not fine]
-    if bad:
-        more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
-        warnings.warn(
-            f"tensor {sources[bad[0]].names[0]}{more} holds NaN or infinity; outputs will be meaningless",
-            stacklevel=3,
-        )
+def _pieces(flat: np.ndarray) -> Iterator[np.ndarray]:
+    size = 1 << 17
+    return (flat[i : i + size] for i in range(0, len(flat), size))

@@ -11,7 +11,8 @@ import numpy as np
 
 from jaxhybrid.errors import CheckpointError
 from jaxhybrid.families import Source, family, tensors_of
-from jaxhybrid.files.tensors import TensorFiles
+from jaxhybrid.files.header import DTYPES
+from jaxhybrid.files.tensors import TensorFiles, aligned_empty
 from jaxhybrid.hparams import Hparams
 
 FLOATS = {"F16": jnp.float16, "BF16": jnp.bfloat16, "F32": jnp.float32, "F64": jnp.float32}
@@ -84,10 +85,16 @@ def read_parameter(files: TensorFiles, source: Source, shape: tuple[int, ...]) -
     """One parameter of `shape` from its tensors."""
     if sum(map(math.prod, source.shapes)) != math.prod(shape):
         raise CheckpointError(f"tensor {source.names[0]}: {source.shapes} do not make {shape}")
-    parts = [files.read(name) for name in source.names]
-    stored = parts[0] if len(parts) == 1 else np.concatenate(parts)
+    kinds = {files.dtype(name) for name in source.names}
+    if len(kinds) == 1:
+        stored, done = aligned_empty((math.prod(shape),), DTYPES[kinds.pop()]), 0
+        for name, part in zip(source.names, source.shapes, strict=True):
+            files.read(name, stored[done : done + math.prod(part)])
+            done += math.prod(part)
+    else:
+        stored = np.concatenate([files.read(name).reshape(-1) for name in source.names])
     if source.order is not None:
-        stored = stored[np.asarray(source.order)]
+        stored = stored.reshape(len(source.order), -1)[np.asarray(source.order)]
     return stored.reshape(shape)
 
 

@@ -1,7 +1,6 @@
-"""Folders of safetensors files: tensors as views of the mapped files, and writing one file."""
+"""Folders of safetensors files: reading tensors, and writing one file."""
 
 import math
-import mmap
 import os
 import re
 from collections.abc import Mapping
@@ -16,19 +15,25 @@ from jaxhybrid.files.config import atomic_path, holds, parse_json, read_bytes, s
 from jaxhybrid.files.header import AGAIN, DTYPES, TensorPlace, read_header, unique_keys
 
 
+def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """An array that a CPU device of jax takes over without a copy: it begins at a multiple of 64 bytes."""
+    n = math.prod(shape) * dtype.itemsize
+    raw = np.empty(n + 64, np.uint8)
+    first = -raw.ctypes.data % 64
+    return raw[first : first + n].view(dtype).reshape(shape)
+
+
 class TensorFiles:
     """The tensors of a folder of safetensors files, whatever its layout.
 
     Layouts: model.safetensors; shards with an index; shards without one; a single file of any
     name. The constructor reads and checks every header and raises CheckpointError, so that nothing
-    is read from a folder with a damaged file. Used as a context manager; arrays that were read
-    stay valid after it ends.
+    is read from a folder with a damaged file.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = Path(folder)
         self._tensors: dict[str, TensorPlace] = {}
-        self._maps: dict[Path, mmap.mmap] | None = {}
         files, weight_map = find_files(self.folder)
         for file in files:
             for name, tensor in read_header(file).items():
@@ -44,13 +49,6 @@ class TensorFiles:
                     f"{file}: tensor {show(name)} is missing although the index places it there; "
                     "download the file and the index again"
                 )
-
-    def __enter__(self) -> "TensorFiles":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        # Not closed here: the arrays handed out keep their map alive, and end it with them.
-        self._maps = None
 
     def __contains__(self, name: object) -> bool:
         return name in self._tensors
@@ -74,8 +72,8 @@ class TensorFiles:
     def file_of(self, name: str) -> Path:
         return self._find(name).file
 
-    def read(self, name: str) -> np.ndarray:
-        """The tensor as a read-only view of the mapped file, perhaps unaligned; nothing is copied.
+    def read(self, name: str, out: np.ndarray | None = None) -> np.ndarray:
+        """The tensor, in memory of its own (`aligned_empty`) or in `out`, contiguous and of its size.
 
         Raises CheckpointError for a name that is not there, a dtype that numpy with ml_dtypes
         cannot hold, and a file that changed since it was checked.
@@ -87,9 +85,26 @@ class TensorFiles:
                 f"{tensor.file}: tensor {show(name)} has dtype {tensor.dtype}, which cannot be "
                 "read; use a copy of the model in BF16, F16 or F32"
             )
-        count = math.prod(tensor.shape)
-        flat = np.frombuffer(self._map(tensor), dtype, count, tensor.begin)
-        return flat.reshape(tensor.shape)
+        if out is None:
+            out = aligned_empty(tensor.shape, dtype)
+        rest = out.reshape(-1).view(np.uint8).data
+        try:
+            with open(tensor.file, "rb", buffering=0) as file:
+                size = os.fstat(file.fileno()).st_size
+                if size != tensor.file_bytes:
+                    raise CheckpointError(
+                        f"{tensor.file}: changed from {tensor.file_bytes} to {size} bytes "
+                        "since it was checked; load the model when nothing writes to its folder"
+                    )
+                file.seek(tensor.begin)
+                while rest:
+                    n = file.readinto(rest)
+                    if not n:
+                        raise CheckpointError(f"{tensor.file}: ends inside tensor {show(name)}; {AGAIN}")
+                    rest = rest[n:]
+        except OSError as error:
+            raise unreadable(tensor.file, error) from error
+        return out.reshape(tensor.shape)
 
     def _find(self, name: str) -> TensorPlace:
         if name not in self._tensors:
@@ -98,25 +113,6 @@ class TensorFiles:
                 "check that config.json and the weights belong together"
             )
         return self._tensors[name]
-
-    def _map(self, tensor: TensorPlace) -> mmap.mmap:
-        if self._maps is None:
-            raise ValueError("read() after the end of the with block")
-        if tensor.file not in self._maps:
-            try:
-                with open(tensor.file, "rb") as file:
-                    size = os.fstat(file.fileno()).st_size
-                    if size != tensor.file_bytes:
-                        raise CheckpointError(
-                            f"{tensor.file}: changed from {tensor.file_bytes} to {size} bytes "
-                            "since it was checked; load the model when nothing writes to its folder"
-                        )
-                    # Mapped by explicit length: later growth changes nothing.
-                    view = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ)
-            except OSError as error:
-                raise unreadable(tensor.file, error) from error
-            self._maps[tensor.file] = view
-        return self._maps[tensor.file]
 
 
 def write_safetensors(
