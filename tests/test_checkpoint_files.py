@@ -162,7 +162,8 @@ def test_reads_what_the_library_writes(tmp_path: Path) -> None:
     found = {name: files.read(name) for name in files.names()}
     for name, array in made.items():
         same(found[name], array)
-        assert found[name].ctypes.data % 64 == 0  # a CPU device of jax takes such memory over
+        # a CPU device of jax takes such memory over
+        assert not array.size or found[name].ctypes.data % 64 == 0
 
 
 def test_library_reads_what_is_written(tmp_path: Path) -> None:
