@@ -106,12 +106,11 @@ def attend(q: Array, keys: Array, values: Array, mask: Array, scale: float) -> A
 def scores_of(q: Array, keys: Array) -> Array:
     """q [B, T, H, K] times keys [B or 1, KV heads, S, K]: float32 [B, KV heads, H / KV heads, T, S]."""
     rows, n_tokens, n_heads, size = q.shape
-    q = q.reshape(rows, n_tokens, keys.shape[1], n_heads // keys.shape[1], size)
-    k, cells = _shared(keys, rows)
-    if n_tokens == 1:
-        # keys on the left are read as they lie; on the right XLA's CPU compiler transposes all of them
-        return contract(f"{cells},bthgd->bhsgt", k, q).transpose(0, 1, 3, 4, 2)
-    return contract(f"bthgd,{cells}->bhgts", q, k)
+    n_kv = keys.shape[1]
+    q = q.reshape(rows, n_tokens, n_kv, n_heads // n_kv, size).transpose(0, 2, 3, 1, 4)
+    # one batch dimension, cells on the right: else XLA's CPU compiler transposes all keys
+    scores = contract("nqd,nsd->nqs", _by_head(q, keys), keys.reshape(-1, *keys.shape[2:]))
+    return _by_row(scores, keys, q.shape[:4])
 
 
 def weighted_values(scores: Array, values: Array, mask: Array, scale: float) -> Array:
@@ -123,13 +122,20 @@ def weighted_values(scores: Array, values: Array, mask: Array, scale: float) -> 
     # select, never add: what lies in an unused cell must not matter, not even NaN
     scores = jnp.where(mask[:, None, None], scores * scale, -1e30)
     weights = jax.nn.softmax(scores, axis=-1).astype(values.dtype)
-    v, cells = _shared(values, rows)
-    y = contract(f"bhgts,{cells}->bthgd", weights, v)
+    y = contract("nqs,nsd->nqd", _by_head(weights, values), values.reshape(-1, *values.shape[2:]))
+    y = _by_row(y, values, weights.shape[:4]).transpose(0, 3, 1, 2, 4)
     return y.astype(values.dtype).reshape(rows, n_tokens, n_kv * per_kv, values.shape[-1])
 
 
-def _shared(cells: Array, rows: int) -> tuple[Array, str]:
-    """Cells and their axes in an einsum: without the first where all rows see the same ones."""
-    if cells.shape[0] == 1 and rows > 1:
-        return cells[0], "hsd"
-    return cells, "bhsd"
+def _by_head(x: Array, cells: Array) -> Array:
+    """x [B, KV heads, ...] to one matrix for each head of the cells [B or 1, KV heads, ...]."""
+    if cells.shape[0] == 1 and len(x) > 1:
+        x = x.swapaxes(0, 1)
+    return x.reshape(cells.shape[0] * cells.shape[1], -1, x.shape[-1])
+
+
+def _by_row(y: Array, cells: Array, shape: tuple[int, ...]) -> Array:
+    """The inverse of `_by_head`: y to [*shape, ...], shape beginning with B, KV heads."""
+    if cells.shape[0] == 1 and shape[0] > 1:
+        return y.reshape(shape[1], shape[0], *shape[2:], y.shape[-1]).swapaxes(0, 1)
+    return y.reshape(*shape, y.shape[-1])
