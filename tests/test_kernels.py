@@ -1,6 +1,5 @@
-"""Every kernel against its plain form, in Pallas' interpreter, and compiled for the hardware where it can be."""
+"""Every kernel against its plain form in Pallas' interpreter, and compiled for the hardware."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -13,7 +12,9 @@ ON = {"tpu": attention.on_tpu, "cuda": attention.on_cuda}
 platforms = pytest.mark.parametrize("on", ON.values(), ids=list(ON))
 
 
-def problem(rows=2, n_tokens=1, heads=(4, 2), sizes=(64, 64), cells=256, room=0, shared=False, dtype="float32"):
+def problem(
+    rows=2, n_tokens=1, heads=(4, 2), sizes=(64, 64), cells=256, room=0, shared=False, dtype="float32"
+):
     """q, keys, values and the positions of cells: -1 in holes and behind; row b ends where b says."""
     rng = np.random.default_rng(0)
     streams, total = 1 if shared else rows, cells + room
@@ -44,6 +45,6 @@ def test_attention_is_the_plain_one(on, case):
     n = sight.n_cells
     expected = attend(q, k[:, :, :n], v[:, :, :n], sight.mask, 0.2)
     y = on(q, k, v, sight, 0.2, interpret=True)
-    # both accumulate in float32; bfloat16 weights are rounded before they are normalised in one, after in the other
+    # both accumulate in float32; bfloat16 weights are rounded before they are normalised, or after
     tolerance = 2e-2 if q.dtype == jnp.bfloat16 else 2e-6
     np.testing.assert_allclose(np.float32(y), np.float32(expected), rtol=0, atol=tolerance)

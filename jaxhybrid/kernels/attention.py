@@ -11,7 +11,6 @@ and has no float32; the TPU's splash attention wants its mask while tracing.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -58,7 +57,9 @@ def attend(plain: Plain, q: Array, keys: Array, values: Array, sight: Sight, sca
         run.defvjp(lambda *inputs: (kernel(*inputs, scale=scale), inputs), backward)
         return run
 
-    kernels = {name: fused(kernel) for name, (fits, kernel) in _KERNELS.items() if fits(q, keys, values, sight)}
+    kernels = {
+        name: fused(kernel) for name, (fits, kernel) in _KERNELS.items() if fits(q, keys, values, sight)
+    }
     if not kernels:
         return in_xla(q, keys, values, sight)
     return lax.platform_dependent(q, keys, values, sight, default=in_xla, **kernels)
@@ -70,8 +71,8 @@ def attend(plain: Plain, q: Array, keys: Array, values: Array, sight: Sight, sca
 class _Tiles(NamedTuple):
     """Queries that meet the same cells, in tiles of `tokens` tokens; row m of a tile is head m // tokens.
 
-    q: [R, KV heads, tiles, M, K]. cells: int32 [R, 1 or M, S], positions, or 0 and -1 for seen or not where M.
-    starts: int32 [R]. used: int32 [R, tiles], one past the highest cell that a tile may see.
+    q: [R, KV heads, tiles, M, K]. cells: int32 [R, 1 or M, S], positions, or, for each row m, 0 where seen,
+    else -1. starts: int32 [R]. used: int32 [R, tiles], one past the highest cell that a tile may see.
     """
 
     q: Array
@@ -130,7 +131,9 @@ def _power_of_2(n: int) -> int:
 # ------------------------------------------------------------------------------- the common body
 
 
-def _seen(cells: Array, first: Any, used: Any, start: Any, tokens: int, n_rows: int, window: int | None) -> Array:
+def _seen(
+    cells: Array, first: Any, used: Any, start: Any, tokens: int, n_rows: int, window: int | None
+) -> Array:
     """bool [M, block]: which cells (positions [1 or M, block], the block beginning at `first`) rows see."""
     index = first + lax.broadcasted_iota(jnp.int32, (1, cells.shape[1]), 1)
     query = start + (lax.broadcasted_iota(jnp.int32, (n_rows, 1), 0) & (tokens - 1))
@@ -173,7 +176,9 @@ def _absorb(
 
 def _fits_tpu(q: Array, keys: Array, values: Array, sight: Sight) -> bool:
     sizes = (keys.shape[3], values.shape[3])
-    return _dtypes_fit(q, keys, values) and sight.n_cells % _TPU_LANES == 0 and all(n % 64 == 0 for n in sizes)
+    return (
+        _dtypes_fit(q, keys, values) and sight.n_cells % _TPU_LANES == 0 and all(n % 64 == 0 for n in sizes)
+    )
 
 
 def on_tpu(
@@ -191,7 +196,7 @@ def on_tpu(
     # XLA lays an array whose last axis does not fill the lanes out with its cells there: so it lies already
     flat = tuple(size % _TPU_LANES != 0 for size in (k_size, v_size))
     keys, values = (b.swapaxes(2, 3) if f else b for b, f in zip((keys, values), flat, strict=True))
-    axes = tuple(1 if f else 0 for f in flat)
+    axes = (int(flat[0]), int(flat[1]))
     heads = n_kv if n_kv * n_rows <= _TPU_ROWS else 1
     while heads * max(k_size, v_size) * n_cells > 2**18:
         heads = next((n for n in range(heads - 1, 0, -1) if n_kv % n == 0), 0)
@@ -293,7 +298,8 @@ def on_cuda(
     filled_rows = max(_power_of_2(n_rows), 16)  # what the tensor cores take
     size = max(k_size, v_size)
     n_cells = min(max(_GPU_BLOCK_BYTES // (size * q.dtype.itemsize), 16), 128)
-    most_splits = -(-sight.n_cells // (2 * n_cells))
+    # the sums of a split are written and read again: that must stay little beside its K/V
+    most_splits = -(-sight.n_cells // max(2 * n_cells, 4 * n_rows))
     n_splits = max(min(_GPU_PROGRAMS // (streams * n_kv * n_tiles), most_splits), 1)
 
     def kernel(*refs: Any) -> None:
