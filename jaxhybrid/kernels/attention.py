@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from jaxhybrid.kernels.platform import by_platform
 from jaxhybrid.kernels.sight import Sight
 from jaxhybrid.ops.linear import precision_of
 
@@ -47,22 +48,12 @@ def attend(plain: Plain, q: Array, keys: Array, values: Array, sight: Sight, sca
         k, v = (cells[:, :, : sight.n_cells].astype(q.dtype) for cells in (keys, values))
         return plain(q, k, v, sight.mask, scale)
 
-    def fused(kernel: Callable[..., Array]) -> Callable[..., Array]:
-        run = jax.custom_vjp(partial(kernel, scale=scale))
-
-        def backward(inputs: tuple[Array, Array, Array, Sight], dy: Array) -> tuple[Any, ...]:
-            _, pullback = jax.vjp(in_xla, *inputs)
-            return pullback(dy)
-
-        run.defvjp(lambda *inputs: (kernel(*inputs, scale=scale), inputs), backward)
-        return run
-
     kernels = {
-        name: fused(kernel) for name, (fits, kernel) in _KERNELS.items() if fits(q, keys, values, sight)
+        name: partial(kernel, scale=scale)
+        for name, (fits, kernel) in _KERNELS.items()
+        if fits(q, keys, values, sight)
     }
-    if not kernels:
-        return in_xla(q, keys, values, sight)
-    return lax.platform_dependent(q, keys, values, sight, default=in_xla, **kernels)
+    return by_platform(in_xla, kernels, q, keys, values, sight)
 
 
 # -------------------------------------------------------------------------------- queries in tiles
@@ -243,6 +234,8 @@ def on_tpu(
         return pl.BlockSpec((1, heads, *shape), index)
 
     own = keys.shape[0] > 1
+    n_scores = streams * n_kv * n_tiles * n_rows * sight.n_cells
+    cell_bytes = k_size * keys.dtype.itemsize + v_size * values.dtype.itemsize
     tile_of = lambda row, head, tile, block, *_: (row, head, tile, 0, 0)  # noqa: E731
     y = pl.pallas_call(
         kernel,
@@ -268,6 +261,11 @@ def on_tpu(
         ),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "parallel", "arbitrary")
+        ),
+        cost_estimate=pl.CostEstimate(
+            flops=2 * n_scores * (k_size + v_size),
+            transcendentals=n_scores,
+            bytes_accessed=streams * n_kv * n_tiles * sight.n_cells * cell_bytes,
         ),
         interpret=interpret,
         name="attention",
