@@ -300,13 +300,14 @@ def on_cuda(
     most_splits = -(-sight.n_cells // max(2 * n_cells, 4 * n_rows))
     n_splits = max(min(_GPU_PROGRAMS // (streams * n_kv * n_tiles), most_splits), 1)
 
+    alike = t.cells.shape[1] == 1
+
     def kernel(*refs: Any) -> None:
         used_ref, start_ref, q_ref, k_ref, v_ref, cells_ref, largest_ref, total_ref, mixed_ref = refs
         tile, split = pl.program_id(2) // n_splits, pl.program_id(2) % n_splits
         used, start = used_ref[()], start_ref[()] + tile * t.tokens
         real = (jnp.arange(filled_rows) < n_rows)[:, None]
-        rows_at = pl.ds(0, filled_rows)
-        queries = triton.load(q_ref.at[rows_at, :], mask=real, other=0)
+        queries = triton.load(q_ref, mask=real, other=0)
         each = pl.cdiv(pl.cdiv(used, n_cells), n_splits)
         ends = jnp.minimum(pl.cdiv(used, n_cells), (split + 1) * each)
 
@@ -318,10 +319,8 @@ def on_cuda(
                 triton.load(ref.at[at, :], mask=filled[:, None], other=0).astype(q.dtype)
                 for ref in (k_ref, v_ref)
             )
-            if t.cells.shape[1] == 1:
-                cells = triton.load(cells_ref.at[pl.ds(0, 1), at], mask=filled[None], other=-1)
-            else:
-                cells = triton.load(cells_ref.at[rows_at, at], mask=real & filled[None], other=-1)
+            inside = filled[None] if alike else real & filled[None]
+            cells = triton.load(cells_ref.at[:, at], mask=inside, other=-1)
             seen = _seen(cells, first, used, start, t.tokens, filled_rows, t.window)
             return _absorb(carry, queries, k, v, seen, scale, (0, 0))
 
@@ -332,7 +331,7 @@ def on_cuda(
         )
         carry = lax.fori_loop(split * each, ends, block, carry)
         for ref, value in zip((largest_ref, total_ref, mixed_ref), carry, strict=True):
-            triton.store(ref.at[rows_at, :], value, mask=real)
+            triton.store(ref, value, mask=real)
 
     own = keys.shape[0] > 1
 
@@ -342,7 +341,7 @@ def on_cuda(
     def part(width: int) -> tuple[Any, jax.ShapeDtypeStruct]:
         """Of a split: its block and the whole."""
         block = pl.BlockSpec(
-            (None, None, None, None, n_rows, width),
+            (None, None, None, None, filled_rows, width),
             lambda row, head, i: (row, head, i // n_splits, i % n_splits, 0, 0),
         )
         shape = (streams, n_kv, n_tiles, n_splits, n_rows, width)
@@ -357,11 +356,13 @@ def on_cuda(
             pl.BlockSpec((None, None), lambda row, head, i: (row, i // n_splits)),
             pl.BlockSpec((None,), lambda row, head, i: (row,)),
             pl.BlockSpec(
-                (None, None, None, n_rows, k_size), lambda row, head, i: (row, head, i // n_splits, 0, 0)
+                (None, None, None, filled_rows, k_size), lambda row, head, i: (row, head, i // n_splits, 0, 0)
             ),
             whole(keys.shape),
             whole(values.shape),
-            pl.BlockSpec((None, *t.cells.shape[1:]), lambda row, head, i: (row, 0, 0)),
+            pl.BlockSpec(
+                (None, 1 if alike else filled_rows, sight.n_cells), lambda row, head, i: (row, 0, 0)
+            ),
         ],
         out_specs=[block for block, _ in parts],
         compiler_params=triton.CompilerParams(num_warps=4, num_stages=2),
