@@ -9,11 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxhybrid.kernels import attention, state
+from jaxhybrid.kernels import attention, scan, state
 from jaxhybrid.kernels.platform import by_platform
 from jaxhybrid.kernels.sight import Sight
 from jaxhybrid.mixers import delta_rule, ssd
 from jaxhybrid.mixers.attention import attend
+from jaxhybrid.mixers.chunks import cumulative_decay
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
 import aot_targets  # noqa: E402
@@ -94,7 +95,7 @@ def test_attention_of_one_and_of_all_cells(on):
 def test_where_there_is_a_kernel_the_answer_has_the_plain_gradient_and_maps():
     *qkv, sight = problem(rows=2, heads=(2, 1), cells=128)
     qkv = [jnp.nan_to_num(x) for x in qkv]
-    kernel = partial(attention.on_tpu, scale=0.2, interpret=True)
+    kernel = partial(attention.on_cuda, scale=0.2, interpret=True)
 
     def loss(f, q, k, v):
         return jnp.sum(f(q, k, v, sight)[1:] ** 2)
@@ -164,3 +165,18 @@ def test_kernels_compile_for_the_hardware_and_leave_keys_and_states_where_they_l
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes == 4 * 8 * 32 * 128 * 128
     assert memory.temp_size_in_bytes < memory.alias_size_in_bytes / 20
+
+
+def test_a_scan_in_one_kernel_is_the_plain_one():
+    rng = np.random.default_rng(0)
+
+    def draw(*shape):
+        return jnp.asarray(rng.normal(size=(2, 70, *shape)), jnp.float32)
+
+    inputs = ssd.Inputs(draw(4, 16), draw(2, 16), draw(2, 16), -8 * jnp.abs(draw(4)) ** 3)
+    s = draw(4, 16, 16)[:, 0]
+    y, new = jax.jit(lambda i, s: scan.on_cuda(cumulative_decay, i, s, interpret=True))(inputs, s)
+    expected, end = ssd.SSD.sequential(inputs, s, 1)
+    # as far as the plain chunked form is from the sequential one: float32, sums of 32 tokens
+    np.testing.assert_allclose(y, expected, rtol=0, atol=1e-4)
+    np.testing.assert_allclose(new, end, rtol=0, atol=1e-4)
