@@ -31,6 +31,7 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(attention, "_GPU_ROWS", 16)
     monkeypatch.setattr(attention, "_TPU_ROWS", 16)
     monkeypatch.setattr(attention, "_GPU_PROGRAMS", 16)
+    monkeypatch.setattr(scan, "_STATE", 16 * 16)
     monkeypatch.setattr(state, "_TPU_BLOCK_BYTES", 8 * 4 * 16 * 128)  # eight heads
     monkeypatch.setattr(state, "_GPU_BLOCK", 16 * 64)  # a half of a head, or a quarter
 
@@ -173,8 +174,8 @@ def test_a_scan_in_one_kernel_is_the_plain_one():
     def draw(*shape):
         return jnp.asarray(rng.normal(size=(2, 70, *shape)), jnp.float32)
 
-    inputs = ssd.Inputs(draw(4, 16), draw(2, 16), draw(2, 16), -8 * jnp.abs(draw(4)) ** 3)
-    s = draw(4, 16, 16)[:, 0]
+    inputs = ssd.Inputs(draw(4, 32), draw(2, 16), draw(2, 16), -8 * jnp.abs(draw(4)) ** 3)
+    s = draw(4, 32, 16)[:, 0]
     y, new = jax.jit(lambda i, s: scan.on_cuda(cumulative_decay, i, s, interpret=True))(inputs, s)
     expected, end = ssd.SSD.sequential(inputs, s, 1)
     # as far as the plain chunked form is from the sequential one: float32, sums of 32 tokens

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jaxhybrid.kernels.platform import by_platform
+from jaxhybrid.kernels.platform import Precision, by_platform, triton_precision
 from jaxhybrid.kernels.sight import Sight
 from jaxhybrid.ops.linear import precision_of
 
@@ -140,6 +140,7 @@ def _absorb(
     seen: Array,
     scale: float,
     axes: tuple[int, int],
+    precision: Precision,
 ) -> tuple[Array, Array, Array]:
     """One block of cells into (largest score [M, 1], sum of weights [M, 1], sum of weighted values [M, V]).
 
@@ -148,9 +149,7 @@ def _absorb(
 
     def product(a: Array, b: Array, axis: int) -> Array:
         dimensions = (((1,), (axis,)), ((), ()))
-        return lax.dot_general(
-            a, b, dimensions, precision=precision_of(a.dtype), preferred_element_type=jnp.float32
-        )
+        return lax.dot_general(a, b, dimensions, precision=precision, preferred_element_type=jnp.float32)
 
     largest, total, mixed = carry
     # select, never add: what lies in an unused cell must not matter, not even NaN
@@ -213,7 +212,7 @@ def on_tpu(
                 # what lies behind the last cell would meet weights of 0, and 0 times NaN is NaN
                 v = jnp.where(first + lax.broadcasted_iota(jnp.int32, v.shape, axes[1]) < used, v, 0)
                 carry = (largest_ref[h], total_ref[h], mixed_ref[h])
-                carry = _absorb(carry, q_ref[0, h, 0], k, v, seen, scale, axes)
+                carry = _absorb(carry, q_ref[0, h, 0], k, v, seen, scale, axes, precision_of(q.dtype))
                 largest_ref[h], total_ref[h], mixed_ref[h] = carry
 
         @pl.when(block == pl.num_programs(3) - 1)
@@ -322,7 +321,7 @@ def on_cuda(
             inside = filled[None] if alike else real & filled[None]
             cells = triton.load(cells_ref.at[:, at], mask=inside, other=-1)
             seen = _seen(cells, first, used, start, t.tokens, filled_rows, t.window)
-            return _absorb(carry, queries, k, v, seen, scale, (0, 0))
+            return _absorb(carry, queries, k, v, seen, scale, (0, 0), triton_precision(q.dtype, interpret))
 
         carry = (
             jnp.full((filled_rows, 1), _HIDDEN, jnp.float32),

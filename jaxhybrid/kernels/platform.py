@@ -6,9 +6,23 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
+from jaxhybrid.ops.linear import precision_of
+
 Function = Callable[..., Any]
+Precision = lax.Precision | lax.DotAlgorithmPreset
+
+
+def triton_precision(dtype: Any, interpret: bool) -> Precision:
+    """Of products inside a Triton kernel: float32 in three products of TF32, which keep 22 of its 24 bits.
+
+    Its plain float32 products use no tensor cores and spill the registers of every kernel here.
+    """
+    if dtype == jnp.float32 and not interpret:
+        return lax.DotAlgorithmPreset.TF32_TF32_F32_X3
+    return precision_of(dtype)
 
 
 def by_platform(plain: Function, kernels: dict[str, Function], *arguments: Any) -> Any:

@@ -14,13 +14,14 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jaxhybrid.kernels.platform import by_platform
+from jaxhybrid.kernels.platform import by_platform, triton_precision
 
 Plain = Callable[[Any, Array, int], tuple[Array, Array]]
 Sums = Callable[[Array, int], Array]
 
 _CHUNK = 32
-_MOST_STATE = 16384
+_STATE = 4096
+"""Elements of a state that the registers of one program hold beside the rest."""
 
 
 def ssd(plain: Plain, sums_of: Sums, inputs: Any, state: Array, chunk: int) -> tuple[Array, Array]:
@@ -31,13 +32,13 @@ def ssd(plain: Plain, sums_of: Sums, inputs: Any, state: Array, chunk: int) -> t
     (y [B, T, H, P], state).
     """
     sizes = state.shape[2:]
-    fits = all(n & (n - 1) == 0 and n >= 16 for n in sizes) and sizes[0] * sizes[1] <= _MOST_STATE
+    fits = all(n & (n - 1) == 0 and 16 <= n <= 256 for n in sizes)
     kernels = {"cuda": partial(on_cuda, sums_of)} if fits else {}
     return by_platform(lambda inputs, state: plain(inputs, state, chunk), kernels, inputs, state)
 
 
 def on_cuda(sums_of: Sums, inputs: Any, state: Array, *, interpret: bool = False) -> tuple[Array, Array]:
-    """`ssd` by Triton. Needs P and N to be powers of two, at least 16."""
+    """`ssd` by Triton. Needs P and N to be powers of two, from 16 to 256."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton
 
@@ -57,9 +58,11 @@ def on_cuda(sums_of: Sums, inputs: Any, state: Array, *, interpret: bool = False
     scores = jnp.einsum("bktgn,bksgn->bgkts", *of_chunks, precision=lax.Precision.HIGHEST)
     scores = scores.reshape(rows, groups, filled, _CHUNK)
 
+    precision = triton_precision(jnp.float32, interpret)
+
     def product(x: Array, y: Array, axes: tuple[int, int]) -> Array:
         dimensions = (((axes[0],), (axes[1],)), ((), ()))
-        return lax.dot_general(x, y, dimensions, precision=lax.Precision.HIGHEST)
+        return lax.dot_general(x, y, dimensions, precision=precision)
 
     def kernel(*refs: Any) -> None:
         sums_ref, u_ref, b_ref, c_ref, scores_ref, state_ref, y_ref, new_ref = refs
@@ -81,27 +84,28 @@ def on_cuda(sums_of: Sums, inputs: Any, state: Array, *, interpret: bool = False
 
         new_ref[...] = lax.fori_loop(0, n_chunks, one_chunk, state_ref[...])
 
-    by_head = pl.BlockSpec((None, filled, None, size), lambda row, head: (row, 0, head, 0))
-    by_group = pl.BlockSpec((None, filled, None, width), lambda row, head: (row, 0, head // per_group, 0))
-    whole = pl.BlockSpec((None, None, size, width), lambda row, head: (row, head, 0, 0))
+    part = min(size, max(_STATE // width, 16))  # rows of the state need nothing of each other
+    by_head = pl.BlockSpec((None, filled, None, part), lambda row, head, i: (row, 0, head, i))
+    by_group = pl.BlockSpec((None, filled, None, width), lambda row, head, i: (row, 0, head // per_group, 0))
+    by_part = pl.BlockSpec((None, None, part, width), lambda row, head, i: (row, head, i, 0))
     y, new = pl.pallas_call(
         kernel,
         out_shape=(
             jax.ShapeDtypeStruct(u.shape, jnp.float32),
             jax.ShapeDtypeStruct(state.shape, jnp.float32),
         ),
-        grid=(rows, heads),
+        grid=(rows, heads, size // part),
         in_specs=[
-            pl.BlockSpec((None, None, 2, filled), lambda row, head: (row, head, 0, 0)),
+            pl.BlockSpec((None, None, 2, filled), lambda row, head, i: (row, head, 0, 0)),
             by_head,
             by_group,
             by_group,
-            pl.BlockSpec((None, None, filled, _CHUNK), lambda row, head: (row, head // per_group, 0, 0)),
-            whole,
+            pl.BlockSpec((None, None, filled, _CHUNK), lambda row, head, i: (row, head // per_group, 0, 0)),
+            by_part,
         ],
-        out_specs=(by_head, whole),
+        out_specs=(by_head, by_part),
         input_output_aliases={5: 1},
-        compiler_params=triton.CompilerParams(num_warps=4, num_stages=2),
+        compiler_params=triton.CompilerParams(num_warps=8, num_stages=1),
         interpret=interpret,
         name="ssd",
     )(sums, u, b, c, scores, state)
