@@ -153,8 +153,8 @@ def test_kernels_compile_for_the_hardware_and_leave_keys_and_states_where_they_l
         def attended(q, k, v, cells, starts, n_tokens=n_tokens):
             return attention.attend(attend, q, k, v, Sight(cells, starts, n_tokens), 0.1)
 
-        q, kv = (of(*s, size, dtype=jnp.bfloat16) for s in ((8, n_tokens, 12), (8, 4, 1024)))
-        cells, starts = (of(*s, dtype=jnp.int32) for s in ((8, 1024), (8,)))
+        q, kv = (of(*s, size, dtype=jnp.bfloat16) for s in ((8, n_tokens, 12), (8, 4, 4096)))
+        cells, starts = (of(*s, dtype=jnp.int32) for s in ((8, 4096), (8,)))
         compiled = aot_targets.compile_for(target, attended, q, kv, kv, cells, starts)
         assert "custom-call" in compiled.as_text()
         assert compiled.memory_analysis().temp_size_in_bytes < kv.size  # less than a half of K or V
