@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.custom_batching import custom_vmap
 
 from jaxhybrid.kernels.platform import Precision, by_platform, triton_precision
 from jaxhybrid.kernels.sight import Sight
@@ -187,6 +188,8 @@ def on_tpu(
     flat = tuple(size % _TPU_LANES != 0 for size in (k_size, v_size))
     keys, values = (b.swapaxes(2, 3) if f else b for b, f in zip((keys, values), flat, strict=True))
     axes = (int(flat[0]), int(flat[1]))
+    if not interpret:  # XLA would fetch all cells ahead, those behind the last one too
+        keys, values = _in_main_memory(keys), _in_main_memory(values)
     heads = n_kv if n_kv * n_rows <= _TPU_ROWS else 1
     while heads * max(k_size, v_size) * n_cells > 2**18:
         heads = next((n for n in range(heads - 1, 0, -1) if n_kv % n == 0), 0)
@@ -270,6 +273,20 @@ def on_tpu(
         name="attention",
     )(t.used, t.starts, t.q, keys, values, t.cells)
     return _from_tiles(y, rows, n_tokens, t.tokens)
+
+
+@custom_vmap
+def _in_main_memory(operand: Array) -> Array:
+    """The operand of a kernel, left in HBM."""
+    from jax.experimental.pallas import tpu as pltpu
+
+    return pltpu.with_memory_space_constraint(operand, pltpu.HBM)
+
+
+@_in_main_memory.def_vmap
+def _(axis_size: int, batched: list[bool], operand: Array) -> tuple[Array, bool]:
+    del axis_size
+    return _in_main_memory(operand), batched[0]
 
 
 # -------------------------------------------------------------------------------------------- CUDA
