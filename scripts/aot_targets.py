@@ -85,8 +85,9 @@ def target(name: str) -> Target:
 
 
 def _tpu(name: str) -> Target:
-    # libtpu otherwise asks the cloud's metadata server what machine this is, and waits
-    os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost"}
+    # libtpu otherwise asks the cloud what machine this is, and allows one process alone
+    no_machine = {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost"}
+    os.environ |= no_machine | {"ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
     topology = topologies.get_topology_desc(platform="tpu", topology_name=f"{name}:2x2")
     return Target(name, "tpu", tuple(topology.devices))
 

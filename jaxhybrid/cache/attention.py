@@ -16,6 +16,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 
 from jaxhybrid.cache import digest
 from jaxhybrid.hparams import RopeHparams
+from jaxhybrid.kernels.sight import Sight
 
 _NEVER = jnp.iinfo(jnp.int32).max
 
@@ -55,14 +56,14 @@ class CellPlan(struct.PyTreeNode):
 
     streams: int32 [W], cells: int32 [W, T] (out of range where nothing is written) and rows: int32 [W]
     say which row is written where; rows is None for W = B, in order. read: int32 [B], the stream each
-    row sees. mask: bool [B, T, n_kv]. `aligned`: row r is stream r, so that nothing needs gathering.
+    row sees. sight: which of the first n_kv cells. `aligned`: row r is stream r; nothing needs gathering.
     """
 
     streams: Array
     cells: Array
     rows: Array | None
     read: Array
-    mask: Array
+    sight: Sight
     aligned: bool = struct.field(pytree_node=False)
 
 
@@ -73,10 +74,10 @@ class LayerCells(struct.PyTreeNode):
     values: Array
     plan: CellPlan
 
-    def extend(self, keys: Array, values: Array) -> tuple[Array, Array, Array, LayerCells]:
+    def extend(self, keys: Array, values: Array) -> tuple[Array, Array, Sight, LayerCells]:
         """Write K/V [B, T, KV heads, head size] of new tokens; what queries see, and the memory."""
         stored = self.replace(keys=self._write(self.keys, keys), values=self._write(self.values, values))
-        return stored._visible(stored.keys), stored._visible(stored.values), self.plan.mask, stored
+        return stored._visible(stored.keys), stored._visible(stored.values), self.plan.sight, stored
 
     def _write(self, buffer: Array, new: Array) -> Array:
         # A neighbour's weight of 0 times NaN is NaN, so a sequence that went wrong stores zeros; its
@@ -89,10 +90,9 @@ class LayerCells(struct.PyTreeNode):
         return buffer.at[self.plan.streams[:, None], :, self.plan.cells].set(new, mode="drop")
 
     def _visible(self, buffer: Array) -> Array:
-        filled = buffer[:, :, : self.plan.mask.shape[-1]]
         if self.plan.aligned or buffer.shape[0] == 1:
-            return filled
-        return filled[self.plan.read]
+            return buffer
+        return buffer[self.plan.read, :, : self.plan.sight.n_cells]
 
 
 @jax.custom_jvp
@@ -322,17 +322,13 @@ def occupy(
         stored = jnp.where(mine, cache.positions[0, :n_kv], -1)
     else:
         stored = cache.positions[:, :n_kv] if aligned else cache.positions[seq_ids, :n_kv]
-    stored, query = stored[:, None], positions[:, :, None]
-    mask = (stored >= 0) & (stored <= query)
-    if cache.window is not None:
-        mask = mask & (stored > query - cache.window)
     read = jnp.zeros_like(seq_ids) if cache.unified else seq_ids
     plan = CellPlan(
         streams=streams,
         cells=cells,
         rows=who.rows,
         read=read,
-        mask=mask,
+        sight=Sight(stored, positions[:, 0], positions.shape[1], cache.window),
         aligned=aligned and not cache.unified,
     )
     return cache, plan

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxhybrid.hparams import AttentionHparams
+from jaxhybrid.kernels import attention as kernels
 from jaxhybrid.mixers.memory import KeyValues
 from jaxhybrid.ops.adapter import adapter_spec, with_adapter
 from jaxhybrid.ops.linear import contract, linear
@@ -86,8 +87,8 @@ def apply(
     v = heads(projected("v"), "v", hp.n_kv_heads)
     if hp.rope is not None:
         q, k = rotate(q, positions, hp.rope), rotate(k, positions, hp.rope)
-    keys, values, mask, memory = memory.extend(k, v)
-    y = attend(q, keys.astype(q.dtype), values.astype(q.dtype), mask, hp.scale)
+    keys, values, sight, memory = memory.extend(k, v)
+    y = kernels.attend(attend, q, keys, values, sight, hp.scale)
     if gate is not None:
         y = y * jax.nn.sigmoid(gate)
     y = linear(y.reshape(rows, n_tokens, -1), p["out"], p.get("out_bias"))

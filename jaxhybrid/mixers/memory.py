@@ -13,6 +13,8 @@ import jax.numpy as jnp
 from flax import struct
 from jax import Array
 
+from jaxhybrid.kernels.sight import Sight
+
 KeyValues = TypeVar("KeyValues", bound="KeyValueMemory")
 States = TypeVar("States", bound="StateMemory")
 Advance = Callable[[Array, Any], tuple[Array, Array]]
@@ -23,11 +25,12 @@ that is zero throughout is inert: its state stays as it is."""
 class KeyValueMemory(Protocol):
     """The memory of an attention layer."""
 
-    def extend(self: KeyValues, keys: Array, values: Array) -> tuple[Array, Array, Array, KeyValues]:
+    def extend(self: KeyValues, keys: Array, values: Array) -> tuple[Array, Array, Sight, KeyValues]:
         """Remember keys and values [B, T, KV heads, head size] of the new tokens.
 
-        Returns everything the queries may look at: keys and values [R, KV heads, S, head size] with R
-        either B or 1 (shared by all rows), a boolean mask [B, T, S], and the memory after the tokens.
+        Returns everything the queries may look at: keys and values [R, KV heads, at least S, head size] with
+        R either B or 1 (shared by all rows), which of the first S cells they see, and the memory after the
+        tokens.
         """
         ...
 
@@ -58,13 +61,11 @@ class Causal(struct.PyTreeNode):
     valid: Array
     window: int | None = struct.field(pytree_node=False, default=None)
 
-    def extend(self, keys: Array, values: Array) -> tuple[Array, Array, Array, Causal]:
-        n_tokens = keys.shape[1]
-        causal = jnp.tril(jnp.ones((n_tokens, n_tokens), bool))
-        if self.window is not None:
-            causal = causal & ~jnp.tril(causal, -self.window)
-        mask = causal & self.valid[:, None, :]
-        return keys.swapaxes(1, 2), values.swapaxes(1, 2), mask, self
+    def extend(self, keys: Array, values: Array) -> tuple[Array, Array, Sight, Causal]:
+        rows, n_tokens = self.valid.shape
+        cells = jnp.where(self.valid, jnp.arange(n_tokens, dtype=jnp.int32), -1)
+        sight = Sight(cells, jnp.zeros(rows, jnp.int32), n_tokens, self.window)
+        return keys.swapaxes(1, 2), values.swapaxes(1, 2), sight, self
 
 
 class RowStates(struct.PyTreeNode):

@@ -73,9 +73,10 @@ def apply(
     shared = down[..., None, hp.kv_rank :]
     if hp.rope is not None:
         q_rope, shared = rotate(q_rope, positions, hp.rope), rotate(shared, positions, hp.rope)
-    keys, latents, mask, memory = memory.extend(shared, latent)
-    chosen = form or _cheaper(n_tokens, mask.shape[-1], hp)
-    y = chosen(q_nope, q_rope, keys.astype(x.dtype), latents.astype(x.dtype), mask, p["kv_up"], hp)
+    keys, latents, sight, memory = memory.extend(shared, latent)
+    keys, latents = (cells[:, :, : sight.n_cells].astype(x.dtype) for cells in (keys, latents))
+    chosen = form or _cheaper(n_tokens, sight.n_cells, hp)
+    y = chosen(q_nope, q_rope, keys, latents, sight.mask, p["kv_up"], hp)
     if hp.gate:
         y = y * jax.nn.sigmoid(linear(x, p["gate"]))[..., None]
     return linear(y.reshape(rows, n_tokens, -1), p["out"]), memory

@@ -1,0 +1,47 @@
+"""Choosing between a plain function and its kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxhybrid.ops.linear import precision_of
+
+Function = Callable[..., Any]
+Precision = lax.Precision | lax.DotAlgorithmPreset
+
+
+def triton_precision(dtype: Any, interpret: bool) -> Precision:
+    """Of products inside a Triton kernel: float32 in three products of TF32, which keep 22 of its 24 bits.
+
+    Its plain float32 products use no tensor cores and spill the registers of every kernel here.
+    """
+    if dtype == jnp.float32 and not interpret:
+        return lax.DotAlgorithmPreset.TF32_TF32_F32_X3
+    return precision_of(dtype)
+
+
+def by_platform(plain: Function, kernels: dict[str, Function], *arguments: Any) -> Any:
+    """plain(*arguments), or the kernel of the platform that the program is lowered for ("tpu", "cuda").
+
+    Both compute the same of pytrees of arrays. A kernel's gradient, in reverse mode, is that of `plain`.
+    """
+
+    def differentiable(kernel: Function) -> Function:
+        run = jax.custom_vjp(kernel)
+
+        def backward(given: tuple[Any, ...], cotangents: Any) -> tuple[Any, ...]:
+            _, pullback = jax.vjp(plain, *given)
+            return pullback(cotangents)
+
+        run.defvjp(lambda *given: (kernel(*given), given), backward)
+        return run
+
+    if not kernels:
+        return plain(*arguments)
+    chosen = {name: differentiable(kernel) for name, kernel in kernels.items()}
+    return lax.platform_dependent(*arguments, default=plain, **chosen)
