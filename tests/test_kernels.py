@@ -114,25 +114,18 @@ def test_where_there_is_a_kernel_the_answer_has_the_plain_gradient_and_maps():
 
 
 @pytest.mark.parametrize("on", [state.on_tpu, state.on_cuda], ids=["tpu", "cuda"])
-@pytest.mark.parametrize(
-    ("kind", "groups"), [("ssd", 1), ("ssd", 4), ("delta_rule", 2), ("delta_rule by channel", 4)]
-)
+@pytest.mark.parametrize(("kind", "groups"), [("by head", 2), ("by channel", 4)])
 def test_state_updates_are_the_plain_ones(on, groups, kind):
     rng = np.random.default_rng(0)
 
     def draw(*shape):
         return jnp.asarray(rng.normal(size=(3, 1, *shape)), jnp.float32)
 
-    s, per_group, per_head = draw(16, 16, 128)[:, 0], draw(groups, 128), draw(16)
+    s, per_head = draw(16, 16, 128)[:, 0], draw(16)
     log_a = -jnp.abs(draw(16, 16) if "channel" in kind else per_head)
-    if kind == "ssd":
-        inputs = ssd.Inputs(draw(16, 16), per_group, draw(groups, 128), log_a)
-        problem, recurrence = state.ssd_problem, ssd.SSD
-    else:
-        inputs = delta_rule.Inputs(draw(groups, 16), draw(groups, 16) / 4, draw(16, 128), log_a, draw(16))
-        problem, recurrence = state.delta_problem, delta_rule.DELTA_RULE
-    y, new = jax.jit(lambda i, s: on(problem(i, s), interpret=True))(inputs, s)
-    expected, end = recurrence.one_token(inputs, s, 1)
+    inputs = delta_rule.Inputs(draw(groups, 16), draw(groups, 16) / 4, draw(16, 128), log_a, draw(16))
+    y, new = jax.jit(lambda i, s: on(state.delta_problem(i, s), interpret=True))(inputs, s)
+    expected, end = delta_rule.DELTA_RULE.one_token(inputs, s, 1)
     # sums of 128 float32 products in another order
     np.testing.assert_allclose(y.reshape(expected.shape), expected, rtol=0, atol=3e-5)
     np.testing.assert_allclose(new.reshape(end.shape), end, rtol=0, atol=1e-5)

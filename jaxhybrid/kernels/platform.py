@@ -28,17 +28,16 @@ def triton_precision(dtype: Any, interpret: bool) -> Precision:
 def by_platform(plain: Function, kernels: dict[str, Function], *arguments: Any) -> Any:
     """plain(*arguments), or the kernel of the platform that the program is lowered for ("tpu", "cuda").
 
-    Both compute the same of pytrees of arrays. A kernel's gradient, in reverse mode, is that of `plain`.
+    Both compute the same of pytrees of arrays. A kernel's derivatives are those of `plain`, computed again.
     """
 
     def differentiable(kernel: Function) -> Function:
-        run = jax.custom_vjp(kernel)
+        run = jax.custom_jvp(kernel)
 
-        def backward(given: tuple[Any, ...], cotangents: Any) -> tuple[Any, ...]:
-            _, pullback = jax.vjp(plain, *given)
-            return pullback(cotangents)
+        @run.defjvp
+        def _(given: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
+            return kernel(*given), jax.jvp(jax.checkpoint(plain), given, tangents)[1]
 
-        run.defvjp(lambda *given: (kernel(*given), given), backward)
         return run
 
     if not kernels:

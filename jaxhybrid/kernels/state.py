@@ -1,7 +1,7 @@
 """One token of a recurrence, in a pass that reads the state once and writes it once, in place.
 
-Two forms, of which XLA makes two passes: state space duality (`ssd`) and the gated delta rule (`delta_rule`).
-A head's state is a matrix [M, N] that stays on the chip between its update and the product with it.
+For the gated delta rule, of which XLA makes two passes; state space duality it does in one. A head's
+state is a matrix [M, N] that stays on the chip between its update and the product with it.
 """
 
 from __future__ import annotations
@@ -20,15 +20,6 @@ Plain = Callable[[Any, Array, int], tuple[Array, Array]]
 
 _TPU_BLOCK_BYTES = 2**20
 _GPU_BLOCK = 8192
-
-
-def ssd(plain: Plain, inputs: Any, state: Array, chunk: int) -> tuple[Array, Array]:
-    """plain(inputs, state, chunk) at T = 1: S = a S + u (outer) b, y = S c.
-
-    inputs, all float32: u [B, 1, H, M], b and c [B, 1, G, N], log_a [B, 1, H]. state: float32 [B, H, M, N].
-    Returns (y [B, 1, H, M], state).
-    """
-    return _choose(plain, ssd_problem, inputs, state, chunk)
 
 
 def delta_rule(plain: Plain, inputs: Any, state: Array, chunk: int) -> tuple[Array, Array]:
@@ -53,21 +44,6 @@ class Problem(NamedTuple):
     axes: tuple[int, ...]
     axis: int
     body: Callable[..., tuple[Array, Array]]
-
-
-def ssd_problem(inputs: Any, state: Array) -> Problem:
-    rows, heads, size, width = state.shape
-    groups = inputs.b.shape[2]
-    by_head = (rows, groups, heads // groups, size)
-    a = jnp.broadcast_to(jnp.exp(inputs.log_a[:, 0, :, None]), (rows, heads, size))
-    b, c = (t.reshape(rows, groups, 1, width) for t in (inputs.b, inputs.c))
-
-    def body(s: Array, a: Array, u: Array, b: Array, c: Array) -> tuple[Array, Array]:
-        s = a[..., None] * s + u[..., None] * b[..., None, :]
-        return jnp.sum(s * c[..., None, :], axis=-1), s
-
-    vectors = (a.reshape(by_head), inputs.u.reshape(by_head), b, c)
-    return Problem(state.reshape(*by_head, width), vectors, (0, 0, 1, 1), 0, body)
 
 
 def delta_problem(inputs: Any, state: Array) -> Problem:

@@ -7,12 +7,14 @@ The state S is [B, H, K, V].
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.scipy.linalg import solve_triangular
 
+from jaxhybrid.kernels import state as kernels
 from jaxhybrid.mixers.chunks import apart, cumulative_decay, scan_chunks, scan_tokens
 from jaxhybrid.mixers.recurrence import Recurrence
 
@@ -159,4 +161,6 @@ def _at_most_0(log_a: Array) -> Array:
     return jnp.where(log_a > 0, 0.0, log_a)
 
 
-DELTA_RULE = Recurrence(sequential=_sequential, chunked=_chunked, one_token=_one_token)
+DELTA_RULE = Recurrence(
+    sequential=_sequential, chunked=_chunked, one_token=partial(kernels.delta_rule, _one_token)
+)

@@ -7,11 +7,13 @@ The state S is [B, H, P, N]. Mamba-2 and lightning attention are this recurrence
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import Array, lax
 
+from jaxhybrid.kernels import scan
 from jaxhybrid.mixers.chunks import apart, cumulative_decay, scan_chunks, scan_tokens
 from jaxhybrid.mixers.recurrence import Recurrence
 
@@ -82,4 +84,8 @@ def _chunked(inputs: Inputs, state: Array, chunk: int) -> tuple[Array, Array]:
     return y, end.reshape(state.shape)
 
 
-SSD = Recurrence(sequential=_sequential, chunked=_chunked, one_token=_one_token)
+SSD = Recurrence(
+    sequential=_sequential,
+    chunked=partial(scan.ssd, _chunked, cumulative_decay),
+    one_token=_one_token,
+)
