@@ -1,0 +1,189 @@
+"""Weights kept as small integers with scales, and their products.
+
+A weight w [out, in] is scale * integer with one scale for each out channel ("int8"), or for each 32 weights
+along `in` ("int8_block", the layout of llama.cpp's Q8_0, and "int4", that of its Q4_0).
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import Array, lax
+
+FORMATS = ("int8", "int8_block", "int4")
+BLOCK = 32
+_TILE = 512
+"""Rows of a weight that are made real at once on a CPU: they stay in its caches."""
+
+
+class QuantizedMatrix(struct.PyTreeNode):
+    """Stands where an array [..., out, in] would.
+
+    values: int8 [..., out, in]; for int4 uint8 [..., out, in / 2], where byte j holds element j in its low
+    half and element j + in / 2 in its high one, each plus 8. scales: float32 [..., out, in / BLOCK], or
+    [..., out, 1] for one scale a channel. dtype: of the activations, as that of the array would be.
+    """
+
+    values: Array
+    scales: Array
+    dtype: jnp.dtype = struct.field(pytree_node=False)
+
+    @property
+    def packed(self) -> bool:
+        return self.values.dtype == jnp.uint8
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        *leading, last = self.values.shape
+        return (*leading, 2 * last if self.packed else last)
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __getitem__(self, index: Any) -> QuantizedMatrix:
+        """By an index of leading axes; `out` and `in` stay."""
+        return self.replace(values=self.values[index], scales=self.scales[index])
+
+    def reshape(self, *shape: int) -> QuantizedMatrix:
+        """Other leading axes; the last one must stay as it is (or be given as -1)."""
+        *leading, last = shape
+        if last not in (-1, self.shape[-1]):
+            raise ValueError(f"a quantized matrix {self.shape} keeps its last axis; asked for {shape}")
+        return self.replace(
+            values=self.values.reshape(*leading, self.values.shape[-1]),
+            scales=self.scales.reshape(*leading, self.scales.shape[-1]),
+        )
+
+    def dequantize(self) -> Array:
+        """The array [..., out, in] it stands for, in `dtype`."""
+        return jnp.concatenate([_real(*part) for part in _parts(self)], axis=-1).astype(self.dtype)
+
+
+Weight = Array | QuantizedMatrix
+
+
+def dense(weight: Weight) -> Array:
+    """The weight as an array."""
+    return weight.dequantize() if isinstance(weight, QuantizedMatrix) else weight
+
+
+@partial(jax.jit, static_argnames=("form", "dtype"))
+def quantize_array(weight: Array, form: str, dtype: Any) -> QuantizedMatrix:
+    """weight [..., out, in], rounded to the nearest; `in` must be a multiple of BLOCK, for int4 of twice that.
+
+    The largest weight of a group becomes 127, for int4 -8 (whence a scale may be negative, as in Q4_0), so
+    no weight is off by more than half a scale, or for int4 one scale where the opposite of the largest
+    would be 8.
+    """
+    w = weight.astype(jnp.float32)
+    groups = w[..., None, :] if form == "int8" else w.reshape(*w.shape[:-1], -1, BLOCK)
+    at = jnp.argmax(jnp.abs(groups), axis=-1, keepdims=True)
+    largest = jnp.take_along_axis(groups, at, axis=-1)
+    scales = largest / -8 if form == "int4" else jnp.abs(largest) / 127
+    integers = jnp.round(groups / jnp.where(scales == 0, 1.0, scales))
+    integers = jnp.clip(integers, *((-8, 7) if form == "int4" else (-127, 127))).reshape(w.shape)
+    values = integers.astype(jnp.int8)
+    if form == "int4":
+        low, high = jnp.split((values + 8).astype(jnp.uint8), 2, axis=-1)
+        values = low | (high << 4)
+    return QuantizedMatrix(values, scales[..., 0], jnp.dtype(dtype))
+
+
+def _parts(weight: QuantizedMatrix) -> list[tuple[Array, Array]]:
+    """Integers int8 [..., out, n] and their scales, part by part along `in`."""
+    if not weight.packed:
+        return [(weight.values, weight.scales)]
+    halves = weight.values & 15, weight.values >> 4
+    scales = jnp.split(weight.scales, 2, axis=-1)
+    return [(half.astype(jnp.int8) - 8, scale) for half, scale in zip(halves, scales, strict=True)]
+
+
+def _real(integers: Array, scales: Array) -> Array:
+    """float32 [..., out, n]."""
+    groups = integers.reshape(*scales.shape, -1).astype(jnp.float32)
+    return (groups * scales[..., None]).reshape(integers.shape)
+
+
+# ------------------------------------------------------------------------------------------ products
+
+
+def _dot(left: Array, right: Array, kind: Any) -> Array:
+    """left [m, in] times right [n, in]: [m, n] of dtype `kind`; float32 at full precision."""
+    exact = lax.Precision.HIGHEST if left.dtype == jnp.float32 else None
+    return lax.dot_general(
+        left, right, (((1,), (1,)), ((), ())), precision=exact, preferred_element_type=kind
+    )
+
+
+def _converted(rows: Array, weight: QuantizedMatrix) -> Array:
+    """Accelerators: the conversion is fused into the product, the weight is read as it is stored."""
+    if weight.scales.shape[-1] == 1 and not weight.packed:  # small integers are exact in every dtype
+        return _dot(rows, weight.values.astype(rows.dtype), jnp.float32) * weight.scales[:, 0]
+    parts = _parts(weight)
+    pieces = jnp.split(rows, len(parts), axis=-1)
+    return sum(
+        _dot(piece, _real(*part).astype(rows.dtype), jnp.float32)
+        for piece, part in zip(pieces, parts, strict=True)
+    )
+
+
+def _integer_rows(rows: Array, weight: QuantizedMatrix) -> Array:
+    """Rows become int8 by their largest element; the sums of integers are exact.
+
+    A lone row would be a scalar loop in XLA's CPU compiler, so it goes as two.
+    """
+    x = rows.astype(jnp.float32)
+    scales = jnp.max(jnp.abs(x), axis=-1, keepdims=True) / 127
+    integers = jnp.round(x / jnp.where(scales == 0, 1.0, scales)).astype(jnp.int8)
+    if len(rows) == 1:
+        integers = jnp.concatenate([integers, integers])
+    sums = _dot(weight.values, integers, jnp.int32)[:, : len(rows)].T
+    return sums.astype(jnp.float32) * scales * weight.scales[:, 0]
+
+
+def _tiled(rows: Array, weight: QuantizedMatrix) -> Array:
+    """Some rows of the weight after the others become float32 and are multiplied."""
+    x, n_out = rows.astype(jnp.float32), len(weight)
+    size = min(_TILE, n_out)
+
+    def tile(i: Array, y: Array) -> Array:
+        begin = jnp.minimum(i * size, n_out - size)  # the last tile may do some rows a second time
+        part = jax.tree.map(lambda leaf: lax.dynamic_slice_in_dim(leaf, begin, size), weight)
+        done = sum(
+            _dot(_real(*w), piece, jnp.float32)
+            for w, piece in zip(_parts(part), jnp.split(x, 2 if weight.packed else 1, axis=-1), strict=True)
+        )
+        return lax.dynamic_update_slice_in_dim(y, done, begin, axis=0)
+
+    y = jnp.zeros((n_out, len(x)), jnp.float32)
+    return lax.fori_loop(0, -(-n_out // size), tile, y).T
+
+
+@jax.custom_vjp
+def quantized_product(rows: Array, weight: QuantizedMatrix) -> Array:
+    """rows [R, in] times weight [out, in]: float32 [R, out].
+
+    Differentiable in reverse with respect to rows, as a product with the weight that the integers stand
+    for: rounding the rows (int8 on a CPU) counts as the identity.
+    """
+    per_channel = weight.scales.shape[-1] == 1 and not weight.packed
+    on_cpu = _integer_rows if per_channel else _tiled
+    return lax.platform_dependent(rows, weight, cpu=on_cpu, default=_converted)
+
+
+def _forward(rows: Array, weight: QuantizedMatrix) -> tuple[Array, tuple[Array, QuantizedMatrix]]:
+    return quantized_product(rows, weight), (rows, weight)
+
+
+def _backward(kept: tuple[Array, QuantizedMatrix], above: Array) -> tuple[Array, None]:
+    rows, weight = kept
+    return jnp.matmul(above, weight.dequantize().astype(jnp.float32), precision="highest").astype(
+        rows.dtype
+    ), None
+
+
+quantized_product.defvjp(_forward, _backward)
