@@ -42,7 +42,7 @@ def format_of(tensor: TensorSpec, wanted: str | None) -> str | None:
 def format_name(params: Params) -> str | None:
     """The format of quantized parameters (the smallest among their tensors), None where none is quantized."""
     found = {
-        "int4" if leaf.packed else "int8" if leaf.scales.shape[-1] == 1 else "int8_block"
+        "int4" if leaf.packed else "int8" if leaf.by_channel else "int8_block"
         for leaf in flatten(params.tensors).values()
         if isinstance(leaf, QuantizedMatrix)
     }

@@ -16,8 +16,9 @@ from jax import Array, lax
 
 FORMATS = ("int8", "int8_block", "int4")
 BLOCK = 32
-_TILE = 512
-"""Rows of a weight that are made real at once on a CPU: they stay in its caches."""
+_CPU_TILE, _TILE = 512, 8192
+"""Rows of a weight that become real at once: few enough for a CPU's caches, and for the memory near an
+accelerator's units, where XLA's TPU compiler puts them."""
 
 
 class QuantizedMatrix(struct.PyTreeNode):
@@ -35,6 +36,10 @@ class QuantizedMatrix(struct.PyTreeNode):
     @property
     def packed(self) -> bool:
         return self.values.dtype == jnp.uint8
+
+    @property
+    def by_channel(self) -> bool:
+        return self.scales.shape[-1] == 1 and not self.packed
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -73,7 +78,7 @@ def dense(weight: Weight) -> Array:
 
 @partial(jax.jit, static_argnames=("form", "dtype"))
 def quantize_array(weight: Array, form: str, dtype: Any) -> QuantizedMatrix:
-    """weight [..., out, in], rounded to the nearest; `in` must be a multiple of BLOCK, for int4 of twice that.
+    """weight [..., out, in], rounded to the nearest; `in` a multiple of BLOCK, for int4 of twice that.
 
     The largest weight of a group becomes 127, for int4 -8 (whence a scale may be negative, as in Q4_0), so
     no weight is off by more than half a scale, or for int4 one scale where the opposite of the largest
@@ -119,18 +124,6 @@ def _dot(left: Array, right: Array, kind: Any) -> Array:
     )
 
 
-def _converted(rows: Array, weight: QuantizedMatrix) -> Array:
-    """Accelerators: the conversion is fused into the product, the weight is read as it is stored."""
-    if weight.scales.shape[-1] == 1 and not weight.packed:  # small integers are exact in every dtype
-        return _dot(rows, weight.values.astype(rows.dtype), jnp.float32) * weight.scales[:, 0]
-    parts = _parts(weight)
-    pieces = jnp.split(rows, len(parts), axis=-1)
-    return sum(
-        _dot(piece, _real(*part).astype(rows.dtype), jnp.float32)
-        for piece, part in zip(pieces, parts, strict=True)
-    )
-
-
 def _integer_rows(rows: Array, weight: QuantizedMatrix) -> Array:
     """Rows become int8 by their largest element; the sums of integers are exact.
 
@@ -145,22 +138,42 @@ def _integer_rows(rows: Array, weight: QuantizedMatrix) -> Array:
     return sums.astype(jnp.float32) * scales * weight.scales[:, 0]
 
 
-def _tiled(rows: Array, weight: QuantizedMatrix) -> Array:
-    """Some rows of the weight after the others become float32 and are multiplied."""
-    x, n_out = rows.astype(jnp.float32), len(weight)
-    size = min(_TILE, n_out)
+def _made_real(rows: Array, weight: QuantizedMatrix) -> Array:
+    """The weight becomes real in the dtype of the rows and is multiplied: [out, R]."""
+    parts = _parts(weight)
+    pieces = jnp.split(rows, len(parts), axis=-1)
+    products = [
+        _dot(_real(*part).astype(rows.dtype), piece, jnp.float32)
+        for part, piece in zip(parts, pieces, strict=True)
+    ]
+    return sum(products[1:], products[0])
+
+
+def _tiled(rows: Array, weight: QuantizedMatrix, size: int) -> Array:
+    """`size` rows of the weight after the others become real, so that it never is as a whole."""
+    n_out = len(weight)
+    if n_out <= size:
+        return _made_real(rows, weight).T
 
     def tile(i: Array, y: Array) -> Array:
         begin = jnp.minimum(i * size, n_out - size)  # the last tile may do some rows a second time
         part = jax.tree.map(lambda leaf: lax.dynamic_slice_in_dim(leaf, begin, size), weight)
-        done = sum(
-            _dot(_real(*w), piece, jnp.float32)
-            for w, piece in zip(_parts(part), jnp.split(x, 2 if weight.packed else 1, axis=-1), strict=True)
-        )
-        return lax.dynamic_update_slice_in_dim(y, done, begin, axis=0)
+        return lax.dynamic_update_slice_in_dim(y, _made_real(rows, part), begin, axis=0)
 
-    y = jnp.zeros((n_out, len(x)), jnp.float32)
+    y = jnp.zeros((n_out, len(rows)), jnp.float32)
     return lax.fori_loop(0, -(-n_out // size), tile, y).T
+
+
+def _on_cpu(rows: Array, weight: QuantizedMatrix) -> Array:
+    if weight.by_channel:
+        return _integer_rows(rows, weight)
+    return _tiled(rows.astype(jnp.float32), weight, _CPU_TILE)
+
+
+def _elsewhere(rows: Array, weight: QuantizedMatrix) -> Array:
+    if weight.by_channel:  # the conversion, exact in every dtype, is fused into the product
+        return _dot(rows, weight.values.astype(rows.dtype), jnp.float32) * weight.scales[:, 0]
+    return _tiled(rows, weight, _TILE)
 
 
 @jax.custom_vjp
@@ -170,9 +183,7 @@ def quantized_product(rows: Array, weight: QuantizedMatrix) -> Array:
     Differentiable in reverse with respect to rows, as a product with the weight that the integers stand
     for: rounding the rows (int8 on a CPU) counts as the identity.
     """
-    per_channel = weight.scales.shape[-1] == 1 and not weight.packed
-    on_cpu = _integer_rows if per_channel else _tiled
-    return lax.platform_dependent(rows, weight, cpu=on_cpu, default=_converted)
+    return lax.platform_dependent(rows, weight, cpu=_on_cpu, default=_elsewhere)
 
 
 def _forward(rows: Array, weight: QuantizedMatrix) -> tuple[Array, tuple[Array, QuantizedMatrix]]:
@@ -181,9 +192,8 @@ def _forward(rows: Array, weight: QuantizedMatrix) -> tuple[Array, tuple[Array, 
 
 def _backward(kept: tuple[Array, QuantizedMatrix], above: Array) -> tuple[Array, None]:
     rows, weight = kept
-    return jnp.matmul(above, weight.dequantize().astype(jnp.float32), precision="highest").astype(
-        rows.dtype
-    ), None
+    real = weight.dequantize().astype(jnp.float32)
+    return jnp.matmul(above, real, precision=lax.Precision.HIGHEST).astype(rows.dtype), None
 
 
 quantized_product.defvjp(_forward, _backward)
