@@ -35,8 +35,7 @@ def format_of(tensor: TensorSpec, wanted: str | None) -> str | None:
     """
     if wanted is None or not tensor.quantizable or min(tensor.shape[-2:]) < _SMALLEST:
         return None
-    block = {"int8": 1, "int8_block": BLOCK, "int4": 2 * BLOCK}[wanted]
-    return "int8" if tensor.shape[-1] % block else wanted
+    return "int8" if tensor.shape[-1] % BLOCK else wanted
 
 
 def format_name(params: Params) -> str | None:

@@ -24,8 +24,8 @@ accelerator's units, where XLA's TPU compiler puts them."""
 class QuantizedMatrix(struct.PyTreeNode):
     """Stands where an array [..., out, in] would.
 
-    values: int8 [..., out, in]; for int4 uint8 [..., out, in / 2], where byte j holds element j in its low
-    half and element j + in / 2 in its high one, each plus 8. scales: float32 [..., out, in / BLOCK], or
+    values: int8 [..., out, in]; for int4 uint8 [..., out, in / 2], where byte j of a block holds its element
+    j in the low half and element j + 16 in the high one, each plus 8. scales: float32 [..., out, in / BLOCK], or
     [..., out, 1] for one scale a channel. dtype: of the activations, as that of the array would be.
     """
 
@@ -65,7 +65,8 @@ class QuantizedMatrix(struct.PyTreeNode):
 
     def dequantize(self) -> Array:
         """The array [..., out, in] it stands for, in `dtype`."""
-        return jnp.concatenate([_real(*part) for part in _parts(self)], axis=-1).astype(self.dtype)
+        parts = [_real(*part).reshape(*self.scales.shape, -1) for part in _parts(self)]
+        return jnp.stack(parts, axis=-2).reshape(self.shape).astype(self.dtype)
 
 
 Weight = Array | QuantizedMatrix
@@ -78,7 +79,7 @@ def dense(weight: Weight) -> Array:
 
 @partial(jax.jit, static_argnames=("form", "dtype"))
 def quantize_array(weight: Array, form: str, dtype: Any) -> QuantizedMatrix:
-    """weight [..., out, in], rounded to the nearest; `in` a multiple of BLOCK, for int4 of twice that.
+    """weight [..., out, in], rounded to the nearest; `in` a multiple of BLOCK unless form is "int8".
 
     The largest weight of a group becomes 127, for int4 -8 (whence a scale may be negative, as in Q4_0), so
     no weight is off by more than half a scale, or for int4 one scale where the opposite of the largest
@@ -93,18 +94,17 @@ def quantize_array(weight: Array, form: str, dtype: Any) -> QuantizedMatrix:
     integers = jnp.clip(integers, *((-8, 7) if form == "int4" else (-127, 127))).reshape(w.shape)
     values = integers.astype(jnp.int8)
     if form == "int4":
-        low, high = jnp.split((values + 8).astype(jnp.uint8), 2, axis=-1)
-        values = low | (high << 4)
+        halves = (values + 8).astype(jnp.uint8).reshape(*groups.shape[:-1], 2, -1)
+        values = (halves[..., 0, :] | halves[..., 1, :] << 4).reshape(*w.shape[:-1], -1)
     return QuantizedMatrix(values, scales[..., 0], jnp.dtype(dtype))
 
 
 def _parts(weight: QuantizedMatrix) -> list[tuple[Array, Array]]:
-    """Integers int8 [..., out, n] and their scales, part by part along `in`."""
+    """Integers int8 [..., out, n] and their scales; of packed ones the low and the high halves."""
     if not weight.packed:
         return [(weight.values, weight.scales)]
     halves = weight.values & 15, weight.values >> 4
-    scales = jnp.split(weight.scales, 2, axis=-1)
-    return [(half.astype(jnp.int8) - 8, scale) for half, scale in zip(halves, scales, strict=True)]
+    return [(half.astype(jnp.int8) - 8, weight.scales) for half in halves]
 
 
 def _real(integers: Array, scales: Array) -> Array:
@@ -141,7 +141,8 @@ def _integer_rows(rows: Array, weight: QuantizedMatrix) -> Array:
 def _made_real(rows: Array, weight: QuantizedMatrix) -> Array:
     """The weight becomes real in the dtype of the rows and is multiplied: [out, R]."""
     parts = _parts(weight)
-    pieces = jnp.split(rows, len(parts), axis=-1)
+    blocks = rows.reshape(len(rows), weight.scales.shape[-1], len(parts), -1)
+    pieces = [blocks[:, :, i].reshape(len(rows), -1) for i in range(len(parts))]
     products = [
         _dot(_real(*part).astype(rows.dtype), piece, jnp.float32)
         for part, piece in zip(parts, pieces, strict=True)
