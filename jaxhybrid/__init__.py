@@ -43,6 +43,7 @@ from jaxhybrid.inspection import inspect
 from jaxhybrid.model import forward, init_params, spec, step
 from jaxhybrid.params import Params
 from jaxhybrid.settings import Model, Result, Settings
+from jaxhybrid.weights import quantize
 
 __version__ = "0.1.0"
 
@@ -82,6 +83,7 @@ __all__ = [
     "load_params",
     "load_sequence",
     "make_ubatch",
+    "quantize",
     "restorable_positions",
     "rewind",
     "roll_back",

@@ -25,17 +25,19 @@ def load(
     path: str | Path | None = None,
     *,
     dtype: Any = None,
+    quantize: str | None = None,
     n_ctx: int | None = None,
     progress: Progress | None = None,
 ) -> Model:
     """A model from a Hugging Face folder or hub id, or the small one inside this package for None.
 
-    dtype: of the weights, None for that of the files. n_ctx: tokens a sequence will hold, which models with
-    LongRoPE must know from the start (None: no more than they were first trained for).
+    dtype: of the weights, None for that of the files. quantize: "int8", "int8_block" or "int4", see
+    `load_params`. n_ctx: tokens a sequence will hold, which models with LongRoPE must know from the start
+    (None: no more than they were first trained for).
     """
     began = time.perf_counter()
     folder = embedded_folder() if path is None else resolve_model(str(path))
-    params = load_params(folder, dtype, progress=progress)
+    params = load_params(folder, dtype, quantize=quantize, progress=progress)
     if n_ctx is not None:
         params = params.replace(hparams=params.hparams.for_context(n_ctx))
     jax.block_until_ready(params)

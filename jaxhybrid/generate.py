@@ -55,6 +55,7 @@ def build_parser() -> argparse.ArgumentParser:
     model = parser.add_argument_group("model and memory")
     add = model.add_argument
     add("--dtype", choices=["auto", "float32", "bfloat16"], default="auto", help="of the weights")
+    add("--quantize", choices=["int8", "int8_block", "int4"], help="of the weights, while loading")
     add("--ctx", type=int, metavar="N", help="tokens a sequence can hold (default: as needed)")
     add("--batch-size", type=int, default=16, metavar="N", help="prompts side by side (default 16)")
     add("--ubatch", type=int, default=512, metavar="N", help="tokens per prefill step (default 512)")
@@ -105,10 +106,10 @@ def _run(args: argparse.Namespace) -> int:
     settings = _settings(args)
     Settings(**settings)  # complain before a long load
     use_utf8(sys.stdout)
-    model = load_model(args.model, args.dtype, args.ctx)
+    model = load_model(args.model, args.dtype, args.ctx, args.quantize)
     settings["stop_tokens"] = tuple(_stop_token(model, text) for text in args.stop_token)
     if args.draft is not None:
-        settings["draft"] = load_model(args.draft, args.dtype, args.ctx)
+        settings["draft"] = load_model(args.draft, args.dtype, args.ctx, args.quantize)
     Settings(**settings).check_model(model)
     if args.save_session or args.load_session:
         return _run_session(args, model, settings, prompts)

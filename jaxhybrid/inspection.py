@@ -17,6 +17,7 @@ from jaxhybrid.families import hparams_from_config
 from jaxhybrid.files.config import read_config
 from jaxhybrid.files.hub import resolve_model
 from jaxhybrid.files.mapping import Mapping, map_tensors
+from jaxhybrid.files.quantized import Stored
 from jaxhybrid.files.tensors import TensorFiles
 from jaxhybrid.hparams import (
     AttentionHparams,
@@ -53,7 +54,8 @@ class Inspection:
 
     parameters: number of them in each part of the model. active: how many one token meets (embeddings count
     as one row). mapping: how the files' tensors fit, or None when the files could not be read, for the
-    reason `unreadable`. stored_bytes: of all tensors in the files.
+    reason `unreadable`. stored_bytes: of all tensors in the files. quantization: the format of
+    their quantized weights.
     """
 
     folder: Path
@@ -63,6 +65,7 @@ class Inspection:
     cache: CacheBytes
     mapping: Mapping | None
     stored_bytes: int | None
+    quantization: str | None
     unreadable: str | None
 
     @property
@@ -90,6 +93,7 @@ class Inspection:
             "active_parameters": self.active,
             "cache_bytes": vars(self.cache),
             "stored_bytes": self.stored_bytes,
+            "quantization": self.quantization,
             "errors": list(self.errors),
             "unexpected": [] if mapping is None else list(mapping.unexpected),
         }
@@ -98,6 +102,7 @@ class Inspection:
         """The same for people."""
         hp, total = self.hparams, sum(self.parameters.values())
         stored = "" if self.stored_bytes is None else f", {readable_size(self.stored_bytes)} in the files"
+        stored += "" if self.quantization is None else f" ({self.quantization})"
         yield f"model       {self.folder}"
         yield f"family      {hp.family}"
         yield f"parameters  {readable_count(total)}, {readable_count(self.active)} active a token{stored}"
@@ -134,16 +139,27 @@ def inspect(path: str | Path | None = None, *, dtype: Any = jnp.float32) -> Insp
     the weights are in the result.
     """
     folder = embedded_folder() if path is None else resolve_model(str(path))
-    hparams = hparams_from_config(read_config(folder))
+    config = read_config(folder)
+    hparams = hparams_from_config(config)
+    quantization = None
     mapping = stored_bytes = unreadable = None
     try:
+        quantization = Stored.of(config, folder / "config.json")
         files = TensorFiles(folder)
         mapping, stored_bytes = map_tensors(hparams, files), files.total_bytes
     except CheckpointError as error:
         unreadable = str(error)
     parameters, active = count_parameters(hparams)
     return Inspection(
-        folder, hparams, parameters, active, cache_bytes(hparams, dtype), mapping, stored_bytes, unreadable
+        folder=folder,
+        hparams=hparams,
+        parameters=parameters,
+        active=active,
+        cache=cache_bytes(hparams, dtype),
+        mapping=mapping,
+        stored_bytes=stored_bytes,
+        quantization=None if quantization is None else quantization.format,
+        unreadable=unreadable,
     )
 
 

@@ -17,8 +17,9 @@ from jaxhybrid.hparams import Hparams
 from jaxhybrid.mixers.memory import Causal, RowStates
 from jaxhybrid.ops.linear import linear
 from jaxhybrid.ops.norms import rms_norm
+from jaxhybrid.ops.quantized import dense
 from jaxhybrid.ops.scale import times
-from jaxhybrid.params import Params, TensorSpec, Tree, initialise, matrix, vector
+from jaxhybrid.params import Params, Tree, initialise, matrix, vector
 
 OK, NO_ROOM, NON_FINITE, BAD_ROW = 0, 1, 2, 3
 """Status of a row: done; the step found no room and changed nothing; the row's activations are not
@@ -39,7 +40,7 @@ def spec(hparams: Hparams) -> Tree:
     """The tree of `TensorSpec` of a model: {"embed", "layers": {"0": ...}, "shared"?, "norm", "head"?}."""
     d_model, vocab, wiring = hparams.d_model, hparams.vocab_size, Wiring.of(hparams)
     tree: Tree = {
-        "embed": {"weight": TensorSpec((vocab, d_model), ("vocab", "embed"), fan_in=d_model)},
+        "embed": {"weight": matrix(vocab, d_model, "vocab", "embed")},
         "layers": {str(i): layer_spec(layer, d_model, wiring) for i, layer in enumerate(hparams.layers)},
         "norm": {"weight": vector(d_model, "embed", wiring.norm_init)},
     }
@@ -62,7 +63,7 @@ def init_params(hparams: Hparams, key: Array, dtype: Any = jnp.float32) -> Param
 
 def _embed(params: Params, tokens: Array) -> Array:
     hp = params.hparams
-    x = params["embed"]["weight"][tokens] * jnp.asarray(hp.embedding_multiplier, params.dtype)
+    x = dense(params["embed"]["weight"][tokens]) * jnp.asarray(hp.embedding_multiplier, params.dtype)
     return x.astype(jnp.float32) if hp.residual_in_float32 else x
 
 

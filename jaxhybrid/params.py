@@ -23,6 +23,7 @@ class TensorSpec:
 
     `axes` has one name per dimension, for a device mesh to map ("embed", "heads", "ffn", ...; None is
     never split). `float32` marks what stays float32 whatever the weights' dtype (norms, decays).
+    `quantizable` marks weights that only `linear` and the experts' products read.
     `init` is one of normal, zeros, ones, a_log, dt_bias; `fan_in` scales normal by 1/sqrt(fan_in).
     """
 
@@ -31,6 +32,7 @@ class TensorSpec:
     init: str = "normal"
     fan_in: int | None = None
     float32: bool = False
+    quantizable: bool = False
 
     def __post_init__(self) -> None:
         if len(self.shape) != len(self.axes):
@@ -42,8 +44,8 @@ class TensorSpec:
 
 
 def matrix(n_out: int, n_in: int, out_axis: str | None, in_axis: str | None) -> TensorSpec:
-    """A weight stored [out, in], as Hugging Face stores it."""
-    return TensorSpec((n_out, n_in), (out_axis, in_axis), fan_in=n_in)
+    """A weight of `linear`, stored [out, in] as Hugging Face stores it."""
+    return TensorSpec((n_out, n_in), (out_axis, in_axis), fan_in=n_in, quantizable=True)
 
 
 def vector(n: int, axis: str | None, init: str = "zeros") -> TensorSpec:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
-from typing import Any
 
-import jax
 import jax.numpy as jnp
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
@@ -15,19 +13,16 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from jaxhybrid.engine import load
 from jaxhybrid.settings import Model, Result
 from jaxhybrid.units import readable_size
+from jaxhybrid.weights import auto_dtype, format_name
 
 SHOW_AFTER = 1.0  # seconds of loading before a progress bar is worth its place
 
 
-def load_model(path: str | None, dtype: str = "auto", n_ctx: int | None = None) -> Model:
-    """Load with a progress bar on a terminal when it takes long.
-
-    dtype "auto" is float32 on CPU, where XLA multiplies bfloat16 slowly, and that of the files
-    elsewhere.
-    """
-    chosen: Any = None if dtype == "auto" else jnp.dtype(dtype)
-    if dtype == "auto" and jax.default_backend() == "cpu":
-        chosen = jnp.dtype(jnp.float32)
+def load_model(
+    path: str | None, dtype: str = "auto", n_ctx: int | None = None, quantize: str | None = None
+) -> Model:
+    """Load with a progress bar on a terminal when it takes long. dtype: "auto" is that of `auto_dtype`."""
+    chosen = auto_dtype() if dtype == "auto" else jnp.dtype(dtype)
     began = time.perf_counter()
     columns = (TextColumn("loading"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     bar = Progress(*columns, console=Console(stderr=True), transient=True)
@@ -42,7 +37,7 @@ def load_model(path: str | None, dtype: str = "auto", n_ctx: int | None = None) 
         bar.update(task, completed=done, total=total)
 
     try:
-        return load(path, dtype=chosen, n_ctx=n_ctx, progress=progress)
+        return load(path, dtype=chosen, quantize=quantize, n_ctx=n_ctx, progress=progress)
     finally:
         if live:
             bar.stop()
@@ -62,7 +57,7 @@ def report(model: Model, results: Sequence[Result], computed: int | None = None)
         f"decode {written} tokens, {_rate(written, decode)}",
         f"compile {sum(t.compile for t in timings):.1f} s",
         f"load {model.load_seconds:.1f} s",
-        f"weights {readable_size(model.weight_bytes)}",
+        f"{format_name(model.params) or ''} weights {readable_size(model.weight_bytes)}".lstrip(),
     ]
     steps = sum(t.steps for t in timings)
     if steps:  # rows of a batch share the steps

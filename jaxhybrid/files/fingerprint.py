@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ import numpy as np
 from jax import Array, lax
 
 from jaxhybrid.errors import CheckpointError
+from jaxhybrid.ops.quantized import QuantizedMatrix
 from jaxhybrid.params import Params, flatten
 
 
@@ -49,10 +51,19 @@ def _short(value: object) -> str:
 def weights_fingerprint(params: Params) -> str:
     """64 bits of every tensor with its name, shape and dtype, hashed; computed where the tensors are."""
     digest = hashlib.sha256()
-    for name, tensor in sorted(flatten(params.tensors).items()):
+    for name, tensor in _arrays(params):
         lanes = np.asarray(_lanes(tensor))
         digest.update(f"{name} {tensor.dtype} {tensor.shape} {lanes.tolist()}\n".encode())
     return digest.hexdigest()
+
+
+def _arrays(params: Params) -> Iterator[tuple[str, Array]]:
+    for name, tensor in sorted(flatten(params.tensors).items()):
+        if isinstance(tensor, QuantizedMatrix):
+            yield f"{name}.values", tensor.values
+            yield f"{name}.scales", tensor.scales
+        else:
+            yield name, tensor
 
 
 @jax.jit

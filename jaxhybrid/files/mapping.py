@@ -11,9 +11,12 @@ import numpy as np
 
 from jaxhybrid.errors import CheckpointError
 from jaxhybrid.families import Source, family, tensors_of
+from jaxhybrid.files import quantized
 from jaxhybrid.files.header import DTYPES
 from jaxhybrid.files.tensors import TensorFiles, aligned_empty
 from jaxhybrid.hparams import Hparams
+from jaxhybrid.model import spec
+from jaxhybrid.params import flatten
 
 FLOATS = {"F16": jnp.float16, "BF16": jnp.bfloat16, "F32": jnp.float32, "F64": jnp.float32}
 """What each readable dtype becomes."""
@@ -21,13 +24,15 @@ FLOATS = {"F16": jnp.float16, "BF16": jnp.bfloat16, "F32": jnp.float32, "F64": j
 
 @dataclass(frozen=True)
 class Mapping:
-    """sources: of each parameter, by dotted path, with the names that the files have.
+    """sources: of each parameter, by dotted path, with the names that the files have. quantized: the values
+    and scales of those that the files hold quantized.
 
     missing, misshaped, unreadable: sentences, each about one tensor; with any of them the model cannot be
     loaded. unexpected: names of tensors that nothing uses.
     """
 
     sources: dict[str, Source]
+    quantized: dict[str, tuple[Source, Source]]
     missing: tuple[str, ...]
     misshaped: tuple[str, ...]
     unreadable: tuple[str, ...]
@@ -52,7 +57,14 @@ def map_tensors(hparams: Hparams, files: TensorFiles) -> Mapping:
     sources = tensors_of(hparams)
     missing, misshaped, unreadable = [], [], []
     found: dict[str, Source] = {}
+    halves: dict[str, tuple[Source, Source]] = {}
+    specs = flatten(spec(hparams))
     for path, source in sources.items():
+        pair = quantized.find(source, files) if specs[path].quantizable else None
+        if pair is not None:
+            found[path], halves[path] = source, pair
+            misshaped += quantized.faults(pair, files)
+            continue
         names = []
         for name, expected in zip(source.names, source.shapes, strict=True):
             stored = by_name.get(_canonical(name, kind.renamed))
@@ -72,13 +84,14 @@ def map_tensors(hparams: Hparams, files: TensorFiles) -> Mapping:
                 )
         found[path] = Source(tuple(names), source.shapes, source.order)
     used = {name for source in found.values() for name in source.names}
+    used |= {name for pair in halves.values() for half in pair for name in half.names}
     ignored = [*kind.ignored, *([r"lm_head\.weight"] if hparams.tie_embeddings else [])]
     unexpected = [
         stored
         for name, stored in sorted(by_name.items())
         if stored not in used and not any(re.fullmatch(p, name) for p in ignored)
     ]
-    return Mapping(found, tuple(missing), tuple(misshaped), tuple(unreadable), tuple(unexpected))
+    return Mapping(found, halves, tuple(missing), tuple(misshaped), tuple(unreadable), tuple(unexpected))
 
 
 def read_parameter(files: TensorFiles, source: Source, shape: tuple[int, ...]) -> np.ndarray:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax import Array, lax
 
+from jaxhybrid.ops.quantized import QuantizedMatrix, Weight, quantized_product
+
 _FEW_ROWS = 64
 """Up to this many rows XLA's CPU compiler streams a weight at twice the speed when it stands on the left."""
 
@@ -51,16 +53,18 @@ def _as_two_rows(rows: Array, weight: Array) -> Array:
     return _product(jnp.concatenate([rows, rows]), weight)[:1]
 
 
-def linear(x: Array, weight: Array, bias: Array | None = None, dtype: jnp.dtype | None = None) -> Array:
-    """x [..., in] times weight [out, in] plus bias [out], accumulated in float32.
+def linear(x: Array, weight: Weight, bias: Array | None = None, dtype: jnp.dtype | None = None) -> Array:
+    """x [..., in] times weight [out, in] (an array or quantized) plus bias [out], accumulated in float32.
 
     Returns [..., out] in `dtype`, by default that of x.
     """
-    rows, weight = x.reshape(-1, x.shape[-1]), weight.astype(x.dtype)
-    if len(rows) == 1 and x.dtype != jnp.float32:
-        y = lax.platform_dependent(rows, weight, cpu=_as_two_rows, default=_product)
+    rows = x.reshape(-1, x.shape[-1])
+    if isinstance(weight, QuantizedMatrix):
+        y = quantized_product(rows, weight)
+    elif len(rows) == 1 and x.dtype != jnp.float32:
+        y = lax.platform_dependent(rows, weight.astype(x.dtype), cpu=_as_two_rows, default=_product)
     else:
-        y = _product(rows, weight)
+        y = _product(rows, weight.astype(x.dtype))
     y = y.reshape(*x.shape[:-1], len(weight))
     if bias is not None:
         y = y + bias.astype(jnp.float32)

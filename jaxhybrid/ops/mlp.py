@@ -17,7 +17,9 @@ def mlp_spec(hp: MlpHparams, d_model: int) -> Tree:
     """`gate_up` stacks both input matrices, so that a mesh can split the ffn axis of each."""
     spec: Tree = {"down": matrix(d_model, hp.d_ff, "embed", "ffn")}
     if hp.gated:
-        spec["gate_up"] = TensorSpec((2, hp.d_ff, d_model), (None, "ffn", "embed"), fan_in=d_model)
+        spec["gate_up"] = TensorSpec(
+            (2, hp.d_ff, d_model), (None, "ffn", "embed"), fan_in=d_model, quantizable=True
+        )
     else:
         spec["up"] = matrix(hp.d_ff, d_model, "ffn", "embed")
     if hp.bias:

@@ -9,6 +9,7 @@ from jax import Array, lax
 from jaxhybrid.hparams import MoeHparams
 from jaxhybrid.ops.activations import activation
 from jaxhybrid.ops.linear import contract, linear
+from jaxhybrid.ops.quantized import QuantizedMatrix, dense, quantized_product
 from jaxhybrid.ops.ragged import ragged_linear
 from jaxhybrid.params import TensorSpec, Tree, matrix, vector
 
@@ -20,10 +21,12 @@ def moe_spec(hp: MoeHparams, d_model: int) -> Tree:
     experts, ffn, width = hp.n_experts, hp.d_ff, hp.latent or d_model
     into = "gate_up" if hp.gated else "up"
     parts, axes = ((2,), (None,)) if hp.gated else ((), ())
-    spec: Tree = {
-        "router": matrix(experts, d_model, None, "embed"),
-        into: TensorSpec((experts, *parts, ffn, width), ("experts", *axes, "ffn", "embed"), fan_in=width),
-        "down": TensorSpec((experts, width, ffn), ("experts", "embed", "ffn"), fan_in=ffn),
+    shapes = {into: (experts, *parts, ffn, width), "down": (experts, width, ffn)}
+    names = {into: ("experts", *axes, "ffn", "embed"), "down": ("experts", "embed", "ffn")}
+    spec: Tree = {"router": TensorSpec((experts, d_model), (None, "embed"), fan_in=d_model)}
+    spec |= {
+        name: TensorSpec(shape, names[name], fan_in=shape[-1], quantizable=True)
+        for name, shape in shapes.items()
     }
     if hp.selection_bias:
         spec["selection_bias"] = vector(experts, None)
@@ -108,7 +111,10 @@ def every_expert(p: Tree, tokens: Array, experts: Array, hp: MoeHparams) -> Arra
             hidden = act(hidden[..., : hp.d_ff]) * hidden[..., hp.d_ff :]
         else:
             hidden = act(hidden)
-        y = contract("etf,edf->etd", hidden, p["down"].astype(hidden.dtype))
+        if isinstance(p["down"], QuantizedMatrix):
+            y = jax.vmap(quantized_product)(hidden, p["down"])
+        else:
+            y = contract("etf,edf->etd", hidden, p["down"].astype(hidden.dtype))
         return y[experts, jnp.arange(len(tokens))[:, None]]
 
     if size == n_tokens:
@@ -127,11 +133,11 @@ def gathered_experts(p: Tree, tokens: Array, experts: Array, hp: MoeHparams) -> 
     """Few tokens: read only the chosen experts' weights. Returns float32 [tokens, top_k, width]."""
     act = activation(hp.activation)
     if hp.gated:
-        both = contract("td,tkgfd->tkgf", tokens, p["gate_up"][experts])
+        both = contract("td,tkgfd->tkgf", tokens, dense(p["gate_up"][experts]))
         hidden = act(both[..., 0, :]) * both[..., 1, :]
     else:
-        hidden = act(contract("td,tkfd->tkf", tokens, p["up"][experts]))
-    return contract("tkf,tkdf->tkd", hidden.astype(tokens.dtype), p["down"][experts])
+        hidden = act(contract("td,tkfd->tkf", tokens, dense(p["up"][experts])))
+    return contract("tkf,tkdf->tkd", hidden.astype(tokens.dtype), dense(p["down"][experts]))
 
 
 def sorted_experts(p: Tree, tokens: Array, experts: Array, hp: MoeHparams) -> Array:
@@ -140,9 +146,9 @@ def sorted_experts(p: Tree, tokens: Array, experts: Array, hp: MoeHparams) -> Ar
     sizes = jnp.bincount(experts.reshape(-1), length=hp.n_experts).astype(jnp.int32)
     rows, act = tokens[order // hp.top_k], activation(hp.activation)
     if hp.gated:
-        both = ragged_linear(rows, p["gate_up"].reshape(hp.n_experts, 2 * hp.d_ff, -1), sizes)
+        both = ragged_linear(rows, dense(p["gate_up"]).reshape(hp.n_experts, 2 * hp.d_ff, -1), sizes)
         hidden = act(both[:, : hp.d_ff]) * both[:, hp.d_ff :]
     else:
-        hidden = act(ragged_linear(rows, p["up"], sizes))
-    y = ragged_linear(hidden.astype(tokens.dtype), p["down"], sizes)
+        hidden = act(ragged_linear(rows, dense(p["up"]), sizes))
+    y = ragged_linear(hidden.astype(tokens.dtype), dense(p["down"]), sizes)
     return jnp.zeros_like(y).at[order].set(y).reshape(*experts.shape, -1)
