@@ -144,8 +144,13 @@ def _limits(child: cells.AttentionCache | None) -> Limits:
 
 
 def context_bucket(n: int, n_cells: int) -> int:
-    """How many cells to read when `n` are filled: a power of two of at least 512, or all."""
-    return min(max(bucket(n), 512), n_cells)
+    """How many cells to read when `n` are filled: a power of two of at least 512, or all.
+
+    All where the power of two is a third of them or more: to take a part XLA's CPU compiler copies it, which
+    moves three times its bytes.
+    """
+    cells = max(bucket(n), 512)
+    return n_cells if 3 * cells >= n_cells else cells
 
 
 _ends = jax.jit(hybrid.positions_max)
