@@ -1,17 +1,28 @@
-"""What the benchmark measures of each engine: seconds of a prefill and of decoding after one."""
+"""What the benchmark measures of each engine, and the process that an engine lives in.
+
+Each answers `prefill` and `decode` in seconds, and `logits`; JaxHybrid also what only concerns itself.
+"""
 
 from __future__ import annotations
 
 import argparse
+import inspect
+import json
+import os
+import sys
 import time
+from pathlib import Path
 from typing import Any, Protocol
+
+CHECK_PROMPT = 24  # tokens of the prompt whose logits must agree
 
 
 class Engine(Protocol):
-    """Both return seconds; `decode` those of the tokens after a prefix of `n_prompt`."""
+    """`prefill` and `decode` return seconds; `decode` those of the tokens after a prefix of `n_prompt`."""
 
     def prefill(self, rows: int, n_prompt: int) -> float: ...
     def decode(self, rows: int, n_prompt: int, n_tokens: int) -> float: ...
+    def logits(self) -> list[float]: ...
 
 
 def prompt_tokens(vocab: int, row: int, n: int) -> list[int]:
@@ -25,11 +36,16 @@ class JaxHybrid:
         import jaxhybrid
 
         self.jax, self.jh, self.ubatch = jax, jaxhybrid, args.ubatch
-        self.params = jaxhybrid.load_params(args.folder, args.dtype)
+        if args.dtype != "int8":
+            self.params = jaxhybrid.load_params(args.folder, args.dtype)
+        elif "quantize" in inspect.signature(jaxhybrid.load_params).parameters:
+            self.params = jaxhybrid.load_params(args.folder, **{"quantize": "int8"})
+        else:
+            raise RuntimeError("int8 weights are not available in this version of jaxhybrid")
 
-    def _prefilled(self, rows: int, n_prompt: int, room: int) -> tuple[float, Any, Any]:
+    def _prefilled(self, rows: int, n_prompt: int, n_ctx: int) -> tuple[float, Any, Any]:
         hp = self.params.hparams
-        cache = self.jh.create_cache(hp, n_prompt + room, rows, dtype=self.params.dtype)
+        cache = self.jh.create_cache(hp, n_ctx, rows, dtype=self.params.dtype)
         prompts = [prompt_tokens(hp.vocab_size, row, n_prompt) for row in range(rows)]
         batch = self.jh.Batch(
             tokens=[token for prompt in prompts for token in prompt],
@@ -42,35 +58,88 @@ class JaxHybrid:
         return time.perf_counter() - began, logits, cache
 
     def prefill(self, rows: int, n_prompt: int) -> float:
-        return self._prefilled(rows, n_prompt, 1)[0]
+        return self._prefilled(rows, n_prompt, n_prompt + 1)[0]
 
-    def decode(self, rows: int, n_prompt: int, n_tokens: int) -> float:
+    def logits(self) -> list[float]:
+        return self._prefilled(1, CHECK_PROMPT, CHECK_PROMPT)[1][0].tolist()
+
+    def decode(
+        self, rows: int, n_prompt: int, n_tokens: int, n_ctx: int | None = None, made_up: int = 0
+    ) -> float:
+        """n_ctx: tokens the cache has room for, None for just enough. made_up: tokens before the prompt whose
+        K/V are random numbers instead of computed ones, which take as long to read."""
         from jaxhybrid import token_loop
         from jaxhybrid.driver import context_bucket
         from jaxhybrid.sampling import make_sampling
 
-        _, logits, cache = self._prefilled(rows, n_prompt, n_tokens + 1)
+        first = made_up + n_prompt
+        _, logits, cache = self._prefilled(rows, n_prompt, n_ctx or first + n_tokens + 1)
+        if made_up and cache.attention is not None:
+            cache = cache.replace(attention=_moved_up(cache.attention, made_up))
         hp = self.params.hparams
         _, state = token_loop.start(
             self.params,
             logits,
             [[1]] * rows,
             list(range(rows)),
-            [n_prompt] * rows,
+            [first] * rows,
             [n_tokens + 1] * rows,
             [[]] * rows,
             make_sampling(rows),
         )
         n_cells = cache.n_cells
-        n_kv = None if n_cells is None else context_bucket(n_prompt + n_tokens, n_cells)
+        n_kv = None if n_cells is None else context_bucket(first + n_tokens, n_cells)
         self.jax.block_until_ready((state, cache))
         began = time.perf_counter()
         written, cache, state = token_loop.advance(
             self.params, cache, state, n_tokens=n_tokens, n_kv=n_kv, aligned=True
         )
         self.jax.block_until_ready((written, cache))
+        seconds = time.perf_counter() - began
         assert int(written.min()) >= 0 and int(written.max()) < hp.vocab_size
-        return time.perf_counter() - began
+        return seconds
+
+    def bytes_per_token(self) -> int:
+        """Bytes of K/V that a token takes in all layers."""
+        hp = self.params.hparams
+        size = self.params.dtype.itemsize
+        return sum(
+            heads * width * size
+            for layer in hp.attention_layer_indices
+            for heads, width in hp.cell_shapes(layer)
+        )
+
+    def bandwidth(self) -> float:
+        """Bytes/s that a product with a matrix too large for any cache reads: the best of 7."""
+        jnp = self.jax.numpy
+        matrix, vector = jnp.ones((16384, 8192), jnp.float32), jnp.ones(8192, jnp.float32)
+        product = self.jax.jit(lambda m, v: m @ v)
+        self.jax.block_until_ready(product(matrix, vector))
+        seconds = []
+        for _ in range(7):
+            began = time.perf_counter()
+            self.jax.block_until_ready(product(matrix, vector))
+            seconds.append(time.perf_counter() - began)
+        return matrix.nbytes / min(seconds)
+
+
+def _moved_up(child: Any, n: int) -> Any:
+    """An attention child whose streams hold n random tokens before those that they held."""
+    import jax
+    import jax.numpy as jnp
+
+    def filled(buffer: Any, key: Any) -> Any:
+        old = jnp.roll(buffer, n, axis=2)
+        noise = jax.random.normal(key, buffer.shape[:2] + (n, buffer.shape[3]), buffer.dtype)
+        return old.at[:, :, :n].set(noise)
+
+    keys = jax.random.split(jax.random.key(0), 2 * len(child.keys))
+    positions = jnp.roll(jnp.where(child.positions >= 0, child.positions + n, -1), n, axis=1)
+    return child.replace(
+        keys=tuple(map(filled, child.keys, keys)),
+        values=tuple(map(filled, child.values, keys[len(child.keys) :])),
+        positions=positions.at[:, :n].set(jnp.arange(n)),
+    )
 
 
 class Transformers:
@@ -96,6 +165,9 @@ class Transformers:
     def prefill(self, rows: int, n_prompt: int) -> float:
         return self._prefilled(rows, n_prompt)[0]
 
+    def logits(self) -> list[float]:
+        return self._prefilled(1, CHECK_PROMPT)[1].logits[0, -1].float().tolist()
+
     def decode(self, rows: int, n_prompt: int, n_tokens: int) -> float:
         _, out = self._prefilled(rows, n_prompt)
         began = time.perf_counter()
@@ -114,17 +186,22 @@ class LlamaCpp:
         params = llama_cpp.llama_model_default_params()
         self.model = llama_cpp.llama_model_load_from_file(str(args.gguf).encode(), params)
         if not self.model:
-            raise SystemExit(f"benchmark: llama.cpp cannot load {args.gguf}")
+            raise RuntimeError(f"llama.cpp cannot load {args.gguf}")
         self.vocab = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self.model))
         self.threads, self.ubatch = args.threads, args.ubatch
 
-    def _run(self, rows: int, n_prompt: int, n_tokens: int) -> tuple[float, float]:
+    def _run(
+        self, rows: int, n_prompt: int, n_tokens: int, unified: bool = False
+    ) -> tuple[float, float, list[float]]:
         lib = self.lib
         params = lib.llama_context_default_params()
         params.n_ctx, params.n_seq_max = rows * (n_prompt + n_tokens + 1), rows
         params.n_batch, params.n_ubatch = rows * n_prompt, self.ubatch
         params.n_threads = params.n_threads_batch = self.threads
+        params.kv_unified = unified
         context = lib.llama_init_from_model(self.model, params)
+        if not context:
+            raise RuntimeError("llama.cpp cannot make a context")
         batch = lib.llama_batch_init(rows * n_prompt, 0, 1)
 
         def decode(entries: list[tuple[int, int, int, bool]]) -> None:
@@ -133,7 +210,8 @@ class LlamaCpp:
                 batch.token[i], batch.pos[i], batch.logits[i] = token, position, wanted
                 batch.n_seq_id[i], batch.seq_id[i][0] = 1, row
             if lib.llama_decode(context, batch):
-                raise SystemExit("benchmark: llama.cpp failed to decode")
+                raise RuntimeError("llama.cpp failed to decode")
+            lib.llama_synchronize(context)
 
         try:
             prompt = [
@@ -143,12 +221,12 @@ class LlamaCpp:
             ]
             began = time.perf_counter()
             decode(prompt)
-            lib.llama_synchronize(context)
             middle = time.perf_counter()
+            logits = lib.llama_get_logits_ith(context, n_prompt - 1)[: self.vocab]
+            restarted = time.perf_counter()
             for k in range(n_tokens):
                 decode([(1 + k % 1000, n_prompt + k, row, True) for row in range(rows)])
-                lib.llama_synchronize(context)
-            return middle - began, time.perf_counter() - middle
+            return middle - began, time.perf_counter() - restarted, logits
         finally:
             lib.llama_batch_free(batch)
             lib.llama_free(context)
@@ -156,8 +234,12 @@ class LlamaCpp:
     def prefill(self, rows: int, n_prompt: int) -> float:
         return self._run(rows, n_prompt, 0)[0]
 
-    def decode(self, rows: int, n_prompt: int, n_tokens: int) -> float:
-        return self._run(rows, n_prompt, n_tokens)[1]
+    def logits(self) -> list[float]:
+        return self._run(1, CHECK_PROMPT, 0)[2]
+
+    def decode(self, rows: int, n_prompt: int, n_tokens: int, unified: bool = False) -> float:
+        """unified: one K/V buffer for all rows instead of one each."""
+        return self._run(rows, n_prompt, n_tokens, unified)[1]
 
 
 KINDS: dict[str, Any] = {
@@ -165,3 +247,37 @@ KINDS: dict[str, Any] = {
     "transformers": Transformers,
     "llama.cpp": LlamaCpp,
 }
+MODULES = {"jaxhybrid": "jaxhybrid", "transformers": "transformers", "llama.cpp": "llama_cpp"}
+
+
+def serve(args: argparse.Namespace) -> None:
+    """The process of one engine: a JSON request [method, keywords] a line in, a JSON answer a line out."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print must not end up among the answers
+    if hasattr(os, "sched_setaffinity"):  # before XLA counts the cores; it has no setting for it
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: args.threads])
+    try:
+        engine: Any = KINDS[args.engine](args)
+        print(json.dumps({"value": "ready"}), file=answers, flush=True)
+        for line in sys.stdin:
+            method, keywords = json.loads(line)
+            print(json.dumps({"value": getattr(engine, method)(**keywords)}), file=answers, flush=True)
+    except Exception as error:
+        print(json.dumps({"error": " ".join(str(error).split())[:300]}), file=answers, flush=True)
+        raise
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="benchmark_engines")
+    parser.add_argument("engine", choices=list(KINDS))
+    parser.add_argument("--folder", type=Path)
+    parser.add_argument("--gguf", type=Path)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--ubatch", type=int, default=512)
+    serve(parser.parse_args())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
