@@ -6,7 +6,6 @@ Each answers `prefill` and `decode` in seconds, and `logits`; JaxHybrid also wha
 from __future__ import annotations
 
 import argparse
-import inspect
 import json
 import os
 import sys
@@ -36,12 +35,10 @@ class JaxHybrid:
         import jaxhybrid
 
         self.jax, self.jh, self.ubatch = jax, jaxhybrid, args.ubatch
-        if args.dtype != "int8":
-            self.params = jaxhybrid.load_params(args.folder, args.dtype)
-        elif "quantize" in inspect.signature(jaxhybrid.load_params).parameters:
-            self.params = jaxhybrid.load_params(args.folder, **{"quantize": "int8"})
+        if args.dtype == "int8":
+            self.params = jaxhybrid.load_params(args.folder, quantize="int8")
         else:
-            raise RuntimeError("int8 weights are not available in this version of jaxhybrid")
+            self.params = jaxhybrid.load_params(args.folder, args.dtype)
 
     def _prefilled(self, rows: int, n_prompt: int, n_ctx: int) -> tuple[float, Any, Any]:
         hp = self.params.hparams

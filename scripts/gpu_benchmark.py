@@ -151,7 +151,7 @@ def markdown(device: dict[str, Any], rows: list[dict[str, Any]]) -> str:
         f"{device['kind']}: {device['copy_bytes_per_s'] / 1e9:.0f} GB/s copying"
         + (f", {known / 1e9:.0f} by its data sheet" if known else ", not in the table of data sheets"),
         "",
-        "| model | batch | tok/s | ms/step | MB/step | of data sheet | of copying | cache aliased | compile |",
+        "| model | batch | tok/s | ms/step | MB/step | of data sheet | of copying | aliased | compile |",
         "|---" * 9 + "|",
     ]
     for row in rows:
