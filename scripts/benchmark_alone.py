@@ -98,7 +98,8 @@ def compilations(n: int) -> dict[str, Any]:
 
     compiled: Counter[str] = Counter()
 
-    def note(event: str, _: float, **details: object) -> None:
+    def note(event: str, duration_secs: float, **details: object) -> None:
+        del duration_secs
         if event == "/jax/core/compile/backend_compile_duration":
             compiled[str(details.get("fun_name", "?"))] += 1
 

@@ -99,7 +99,14 @@ class LayerCells(struct.PyTreeNode):
 def _write_one_each(buffer: Array, new: Array, streams: Array, cells: Array) -> Array:
     """new [W, KV heads, head size] into cells [W] of streams [W]; cells out of range are left out."""
     return lax.platform_dependent(
-        buffer, new, streams, cells, tpu=_write_in_turn, cuda=_scatter_as_it_lies, default=_scatter
+        buffer,
+        new,
+        streams,
+        cells,
+        cpu=_by_row_if_lone,
+        tpu=_write_as_it_lies,
+        cuda=_scatter_as_it_lies,
+        default=_scatter,
     )
 
 
@@ -119,21 +126,34 @@ def _scatter_as_it_lies(buffer: Array, new: Array, streams: Array, cells: Array)
     return with_layout_constraint(written, Layout(major_to_minor=(0, 1, 2, 3)))
 
 
-def _write_in_turn(buffer: Array, new: Array, streams: Array, cells: Array) -> Array:
+def _by_row_if_lone(buffer: Array, new: Array, streams: Array, cells: Array) -> Array:
+    """XLA's CPU compiler writes one row twice, into copies, when a product reads the buffer in another shape;
+    the result of a loop it leaves alone."""
+    return (_write_in_turn if len(new) == 1 else _scatter)(buffer, new, streams, cells)
+
+
+def _write_as_it_lies(buffer: Array, new: Array, streams: Array, cells: Array) -> Array:
     """XLA's TPU compiler turns the whole buffer to another layout and back for a scatter.
 
     It does so for updates in a loop too, unless the layout that the buffer comes with is asked for: the
     head size is minor only where it fills the 128 lanes.
     """
+    layout = Layout(major_to_minor=(0, 1, 3, 2) if buffer.shape[3] % 128 else (0, 1, 2, 3))
+    return _write_in_turn(buffer, new, streams, cells, layout)
+
+
+def _write_in_turn(
+    buffer: Array, new: Array, streams: Array, cells: Array, layout: Layout | None = None
+) -> Array:
+    """Row after row, those that are written at all."""
     written = cells < buffer.shape[2]
     order = jnp.argsort(~written, stable=True)
-    layout = Layout(major_to_minor=(0, 1, 3, 2) if buffer.shape[3] % 128 else (0, 1, 2, 3))
 
     def write(k: Array, buffer: Array) -> Array:
         row = order[k]
         at = (streams[row], 0, cells[row], 0)
         buffer = lax.dynamic_update_slice(buffer, new[row][None, :, None], at)
-        return with_layout_constraint(buffer, layout)
+        return buffer if layout is None else with_layout_constraint(buffer, layout)
 
     return lax.fori_loop(0, jnp.sum(written), write, buffer)
 
