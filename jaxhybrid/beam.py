@@ -16,6 +16,7 @@ from flax import struct
 from jax import Array, lax
 
 from jaxhybrid.batch import make_ubatch
+from jaxhybrid.buckets import bucket
 from jaxhybrid.cache.hybrid import Cache, seq_pos_max
 from jaxhybrid.cache.operations import fork, gather
 from jaxhybrid.errors import UsageError
@@ -243,7 +244,7 @@ def _reordered(cache: Cache, parents: Array) -> Cache:
 def _stops(stop_ids: Sequence[int] | Array) -> Array:
     """int32 [stops], filled up to a power of two, so that few shapes are compiled."""
     ids = jnp.asarray(stop_ids, jnp.int32).reshape(-1)
-    width = 1 << max(len(ids) - 1, 0).bit_length()
+    width = bucket(len(ids))
     return jnp.pad(ids, (0, width - len(ids)), constant_values=-1)
 
 

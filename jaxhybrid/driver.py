@@ -11,13 +11,14 @@ import numpy as np
 from jax import Array
 
 from jaxhybrid.batch import Batch, Row, Ubatch, check_batch, is_coupled
+from jaxhybrid.buckets import bucket
 from jaxhybrid.cache import attention as cells
 from jaxhybrid.cache import hybrid
 from jaxhybrid.cache.hybrid import Cache
 from jaxhybrid.errors import CacheFullError, JaxHybridError, UsageError
 from jaxhybrid.model import BAD_ROW, NO_ROOM, NON_FINITE, encode, step
 from jaxhybrid.params import Params
-from jaxhybrid.splits import Limits, bucket, lay_out, split
+from jaxhybrid.splits import Limits, lay_out, split
 
 jitted_step = jax.jit(step)
 donating_step = jax.jit(step, donate_argnums=1)

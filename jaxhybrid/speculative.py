@@ -20,6 +20,7 @@ from flax import struct
 from jax import Array, lax
 
 from jaxhybrid.batch import make_ubatch
+from jaxhybrid.buckets import bucket
 from jaxhybrid.cache.attention import n_free
 from jaxhybrid.cache.hybrid import FOREVER, Cache, positions_max
 from jaxhybrid.cache.operations import roll_back
@@ -98,7 +99,7 @@ def ngram_drafter(texts: Sequence[Sequence[int]], n_room: int, n_draft: int, n_g
     for name, value in (("n_draft", n_draft), ("n_gram", n_gram)):
         if value < 1:
             raise UsageError(f"{name}: {value} must be at least 1")
-    room = 1 << max(max(n_room, *(len(t) for t in texts)) - 1, 0).bit_length()
+    room = bucket(max(n_room, *(len(t) for t in texts)))
     table = np.zeros((len(texts), room), np.int32)
     for row, text in enumerate(texts):
         table[row, : len(text)] = text

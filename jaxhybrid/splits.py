@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxhybrid.batch import Batch, Row, Ubatch, make_ubatch
+from jaxhybrid.buckets import bucket
 from jaxhybrid.errors import UsageError
 
 Piece = list[tuple[int, int]]
@@ -26,11 +27,6 @@ class Limits:
 
     row: int | None = None
     total: int | None = None
-
-
-def bucket(n: int) -> int:
-    """The next power of two: the shapes that get compiled."""
-    return 1 << max(n - 1, 0).bit_length()
 
 
 # --------------------------------------------------------------------------- strategies, by token index

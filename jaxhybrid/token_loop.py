@@ -12,6 +12,7 @@ from flax import struct
 from jax import Array, lax
 
 from jaxhybrid.batch import make_ubatch
+from jaxhybrid.buckets import bucket
 from jaxhybrid.cache.hybrid import Cache
 from jaxhybrid.model import NO_ROOM, NON_FINITE, step
 from jaxhybrid.params import Params
@@ -63,11 +64,11 @@ def start(
     """
     rows = len(prompts)
     longest = max(len(p) for p in prompts)
-    width = 1 << max(longest - 1, 0).bit_length()
+    width = bucket(longest)
     tokens = np.zeros((rows, width), np.int32)
     for row, prompt in enumerate(prompts):
         tokens[row, : len(prompt)] = prompt
-    n_stops = 1 << max(max((len(s) for s in stop_ids), default=0) - 1, 0).bit_length()
+    n_stops = bucket(max((len(s) for s in stop_ids), default=0))
     stops = np.full((rows, n_stops), -1, np.int32)
     for row, ids in enumerate(stop_ids):
         stops[row, : len(ids)] = list(ids)

@@ -31,8 +31,9 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax
 import jax.numpy as jnp
 from aot_targets import Target, compile_for, missing, target
-from benchmark import HYBRID_340M
+from benchmark_workers import HYBRID_340M
 from hlo_traffic import Traffic
+from step_bytes import step_bytes, tree_bytes
 
 from jaxhybrid.batch import make_ubatch
 from jaxhybrid.cache import create_cache
@@ -43,10 +44,6 @@ from jaxhybrid.model import init_params, step
 
 TARGETS = ("v5e", "h100")
 MOVES = ("copy", "copy-start", "gather", "transpose", "fusion")
-
-
-def n_bytes(tree: Any) -> int:
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def compile_step(where: Target, hparams: Hparams, rows: int, ctx: int) -> tuple[Any, Any, Any]:
@@ -61,20 +58,12 @@ def figures(name: str, rows: int, executable: Any, params: Any, cache: Any) -> t
     """The rows of one executable, and a line about its instructions."""
     memory = executable.memory_analysis()
     traffic = Traffic(executable.as_text())
-    stored, states, new = 0, 0, 0
-    buffers: set[int] = set()
-    for child in (cache.attention, cache.windowed):
-        if child is not None:
-            stored += n_bytes((child.keys, child.values))
-            new += n_bytes((child.keys, child.values)) // child.n_cells
-            buffers |= {n_bytes(b) for b in (*child.keys, *child.values)}
-    if cache.recurrent is not None:
-        states = n_bytes(cache.recurrent.states)
-    ideal = n_bytes(params) + stored + new + 2 * states
+    buffers = {tree_bytes(b) for child in cache.cell_children for b in (*child.keys, *child.values)}
+    ideal, held = step_bytes(params, cache), tree_bytes(cache)
     copied = traffic.moves(buffers, MOVES)
     where = f"{name}, batch {rows}"
     found = [
-        _row(f"{where}: cache aliased", min(memory.alias_size_in_bytes / n_bytes(cache), 1.0), 1.0, "higher"),
+        _row(f"{where}: cache aliased", min(memory.alias_size_in_bytes / held, 1.0), 1.0, "higher"),
         _row(
             f"{where}: temporaries / arguments",
             memory.temp_size_in_bytes / memory.argument_size_in_bytes,

@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 from benchmark_alone import SMALL_HYBRID
 from benchmark_workers import HYBRID_340M
+from step_bytes import step_bytes, tree_bytes
 
 from jaxhybrid import create_cache, token_loop
 from jaxhybrid.families import hparams_from_config
@@ -84,18 +85,6 @@ def copy_bandwidth(n_bytes: int) -> float:
     return 2 * x.nbytes / min(seconds)
 
 
-def tree_bytes(tree: Any) -> int:
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
-
-
-def step_bytes(params: Params, cache: Any, n_kv: int) -> int:
-    """Bytes that a decode step of every sequence has to move."""
-    moved = tree_bytes(params) + 2 * tree_bytes(cache.recurrent)
-    for child in cache.cell_children:
-        moved += tree_bytes((child.keys, child.values)) * n_kv // child.n_cells
-    return moved
-
-
 def measure(hp: Hparams, params: Params, rows: int, n_tokens: int, rounds: int) -> dict[str, Any]:
     """Tokens/s of `rows` sequences decoding `n_tokens` a dispatch, the median of `rounds`."""
     n_kv = n_tokens * (rounds + 2)
@@ -115,7 +104,7 @@ def measure(hp: Hparams, params: Params, rows: int, n_tokens: int, rounds: int) 
     began = time.perf_counter()
     advance = token_loop.advance.lower(params, cache, state, **sizes).compile()
     compile_s = time.perf_counter() - began
-    held, moved = tree_bytes(cache), step_bytes(params, cache, n_kv)
+    held, moved = tree_bytes(cache), step_bytes(params, cache)
     memory = advance.memory_analysis()
     aliased = None if memory is None else memory.alias_size_in_bytes
     seconds = []

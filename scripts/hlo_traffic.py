@@ -14,7 +14,6 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-_SIZES = {"pred": 8, "bf16": 16, "f16": 16, "f32": 32, "f64": 64, "s64": 64, "u64": 64, "c64": 64}
 _ARRAY = re.compile(r"\b([a-z]+\d*(?:e\d+m\d+\w*)?)\[([\d,]*)\](\{[^}]*\})?")
 _LINE = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (.*)$")
 _FREE = {
@@ -63,10 +62,8 @@ def array_bytes(shape: str) -> list[tuple[int, bool]]:
     """(bytes, lies in main memory) of each array of a shape, layouts of TPUs ("S(1)" is on chip) included."""
     found = []
     for kind, dims, layout in _ARRAY.findall(shape):
-        bits = _SIZES.get(kind)
-        if bits is None:
-            digits = re.match(r"[a-z]+(\d+)", kind)
-            bits = int(digits.group(1)) if digits else 0
+        digits = re.match(r"[a-z]+(\d+)", kind)
+        bits = int(digits.group(1)) if digits else 8 * (kind == "pred")
         n = 1
         for d in dims.split(","):
             n *= int(d) if d else 1

@@ -21,12 +21,13 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-from benchmark import HYBRID_340M
+from benchmark_workers import HYBRID_340M
 
 import jaxhybrid
 from jaxhybrid.batch import make_ubatch
 from jaxhybrid.families import hparams_from_config
 from jaxhybrid.model import init_params, step
+from jaxhybrid.ops.quantized import FORMATS
 
 STEPS = 5
 
@@ -78,7 +79,7 @@ def main() -> None:
     add = parser.add_argument
     add("--config", type=Path, help="a config.json; default: a 340M hybrid")
     add("--dtype", choices=["float32", "bfloat16"], default="float32")
-    add("--quantize", choices=["int8", "int8_block", "int4"])
+    add("--quantize", choices=FORMATS)
     add("--batch", type=int, default=1)
     add("--tokens", type=int, default=1, help="tokens a row")
     add("--ctx", type=int, default=512)

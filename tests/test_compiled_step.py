@@ -8,10 +8,10 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
 import aot_report  # noqa: E402
 import aot_targets  # noqa: E402
+from benchmark_workers import HYBRID_340M  # noqa: E402
 from hlo_traffic import Traffic  # noqa: E402
 
-TINY = {
-    "model_type": "granitemoehybrid",
+TINY = HYBRID_340M | {
     "vocab_size": 512,
     "hidden_size": 128,
     "num_hidden_layers": 3,
@@ -19,14 +19,7 @@ TINY = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "mamba_n_heads": 8,
-    "mamba_d_head": 32,
-    "mamba_d_state": 128,
-    "mamba_n_groups": 1,
-    "mamba_expand": 2,
     "shared_intermediate_size": 256,
-    "num_local_experts": 0,
-    "num_experts_per_tok": 0,
-    "tie_word_embeddings": True,
 }
 
 MODULE = """HloModule m

@@ -124,7 +124,7 @@ def test_state_updates_are_the_plain_ones(on, groups, kind):
     s, per_head = draw(16, 16, 128)[:, 0], draw(16)
     log_a = -jnp.abs(draw(16, 16) if "channel" in kind else per_head)
     inputs = delta_rule.Inputs(draw(groups, 16), draw(groups, 16) / 4, draw(16, 128), log_a, draw(16))
-    y, new = jax.jit(lambda i, s: on(state.delta_problem(i, s), interpret=True))(inputs, s)
+    y, new = jax.jit(lambda i, s: on(state.operands_of(i, s), interpret=True))(inputs, s)
     expected, end = delta_rule.DELTA_RULE.one_token(inputs, s, 1)
     # sums of 128 float32 products in another order
     np.testing.assert_allclose(y.reshape(expected.shape), expected, rtol=0, atol=3e-5)

@@ -15,6 +15,7 @@ from jax import Array, lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from jaxhybrid.cache import digest
+from jaxhybrid.cache.turns import in_turn
 from jaxhybrid.hparams import RopeHparams
 from jaxhybrid.kernels.sight import Sight
 
@@ -87,7 +88,7 @@ class LayerCells(struct.PyTreeNode):
             new = new[self.plan.rows]
         if new.shape[1] == 1:
             return _write_one_each(buffer, new[:, 0], self.plan.streams, self.plan.cells[:, 0])
-        return buffer.at[self.plan.streams[:, None], :, self.plan.cells].set(new, mode="drop")
+        return _scatter(buffer, new, self.plan.streams[:, None], self.plan.cells)
 
     def _visible(self, buffer: Array) -> Array:
         if self.plan.aligned or buffer.shape[0] == 1:
@@ -117,6 +118,7 @@ def _write_one_each_jvp(primals: tuple[Array, ...], tangents: tuple[Array, ...])
 
 
 def _scatter(buffer: Array, new: Array, streams: Array, cells: Array) -> Array:
+    """new [..., KV heads, head size] into cells [...] of streams [...]; cells out of range are left out."""
     return buffer.at[streams, :, cells].set(new, mode="drop")
 
 
@@ -146,16 +148,13 @@ def _write_in_turn(
     buffer: Array, new: Array, streams: Array, cells: Array, layout: Layout | None = None
 ) -> Array:
     """Row after row, those that are written at all."""
-    written = cells < buffer.shape[2]
-    order = jnp.argsort(~written, stable=True)
 
-    def write(k: Array, buffer: Array) -> Array:
-        row = order[k]
+    def write(row: Array, buffer: Array) -> Array:
         at = (streams[row], 0, cells[row], 0)
         buffer = lax.dynamic_update_slice(buffer, new[row][None, :, None], at)
         return buffer if layout is None else with_layout_constraint(buffer, layout)
 
-    return lax.fori_loop(0, jnp.sum(written), write, buffer)
+    return in_turn(cells < buffer.shape[2], write, buffer)
 
 
 def create(

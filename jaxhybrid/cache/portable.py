@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from jaxhybrid.buckets import bucket
 from jaxhybrid.cache import attention as cells
 from jaxhybrid.cache import recurrent as slots
 from jaxhybrid.cache.hybrid import Cache, known
@@ -102,7 +103,7 @@ def _put_cells(child: cells.AttentionCache, seq: int, name: str, arrays: Arrays)
                 "use a cache with a larger n_ctx or remove a sequence"
             )
         lost = max(lost, int(positions[first - 1]))
-    kept, width = n - first, 1 << max(n - first - 1, 0).bit_length()
+    kept, width = n - first, bucket(n - first)
     target = np.full(width, child.n_cells, np.int32)
     target[:kept] = free[:kept]
 

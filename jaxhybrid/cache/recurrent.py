@@ -15,6 +15,7 @@ from flax import struct
 from jax import Array, lax
 
 from jaxhybrid.cache import digest
+from jaxhybrid.cache.turns import in_turn
 from jaxhybrid.mixers.memory import Advance
 
 State = dict[str, Array]
@@ -93,20 +94,15 @@ def _moved(states: tuple[State, ...], source: Array, target: Array, moves: Array
     One row after the other, and only those that move, so that the states stay where they are otherwise. No
     row's new slot is another's old one.
     """
-    order = jnp.argsort(~moves, stable=True)
 
-    def body(carry: tuple[Array, Any]) -> tuple[Array, Any]:
-        k, states = carry
-        old, new = source[order[k]], target[order[k]]
-
+    def move(row: Array, states: tuple[State, ...]) -> tuple[State, ...]:
         def moved(buffer: Array) -> Array:
-            state = lax.dynamic_index_in_dim(buffer, old, keepdims=True)
-            return lax.dynamic_update_slice_in_dim(buffer, state, new, axis=0)
+            state = lax.dynamic_index_in_dim(buffer, source[row], keepdims=True)
+            return lax.dynamic_update_slice_in_dim(buffer, state, target[row], axis=0)
 
-        return k + 1, jax.tree.map(moved, states)
+        return jax.tree.map(moved, states)
 
-    n_moves = jnp.sum(moves)
-    return lax.while_loop(lambda carry: carry[0] < n_moves, body, (jnp.zeros_like(n_moves), states))[1]
+    return in_turn(moves, move, states)
 
 
 def _by_slot(rows: Any, order: Array) -> Any:
@@ -241,7 +237,7 @@ def occupy(
         target = targets[:, 0]
         moves = (target <= zero) & (source != target)
         cache = cache.replace(states=_moved(cache.states, source, target, moves))
-        rows = jnp.full(zero + 1, n_rows).at[targets[:, 0]].set(jnp.arange(n_rows), mode="drop")
+        rows = jnp.full(zero + 1, n_rows).at[target].set(jnp.arange(n_rows), mode="drop")
     return cache, SlotPlan(source=source, targets=targets[:, :n_new], rows=rows)
 
 

@@ -20,9 +20,10 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.custom_batching import custom_vmap
 
-from jaxhybrid.kernels.platform import Precision, by_platform, triton_precision
+from jaxhybrid.buckets import bucket
+from jaxhybrid.kernels.platform import Precision, by_platform, powers_of_2, triton_precision
 from jaxhybrid.kernels.sight import Sight
-from jaxhybrid.ops.linear import precision_of
+from jaxhybrid.ops.precision import precision_of
 
 Plain = Callable[[Array, Array, Array, Array, float], Array]
 
@@ -85,7 +86,7 @@ def _tiles(q: Array, keys: Array, sight: Sight, most_rows: int) -> _Tiles:
         seen = jnp.where(sight.mask[:, 0], 0, -1)
         used = jnp.max(_end(seen, jnp.zeros((rows, 1), jnp.int32)), axis=0, keepdims=True)
         return _Tiles(q, jnp.repeat(seen, per_kv, 0)[None], jnp.zeros(1, jnp.int32), used, 1, None)
-    tokens = min(_power_of_2(n_tokens), max(_power_of_2(most_rows // per_kv + 1) // 2, 1))
+    tokens = min(bucket(n_tokens), max(bucket(most_rows // per_kv + 1) // 2, 1))
     n_tiles = -(-n_tokens // tokens)
     q = jnp.pad(q, ((0, 0), (0, n_tiles * tokens - n_tokens), (0, 0), (0, 0)))
     q = q.reshape(rows, n_tiles, tokens, n_kv, per_kv, size).transpose(0, 3, 1, 4, 2, 5)
@@ -113,11 +114,6 @@ def _end(cells: Array, newest: Array) -> Array:
     index = jnp.arange(1, cells.shape[1] + 1, dtype=jnp.int32)
     seen = (cells >= 0)[:, None] & (cells[:, None] <= newest[:, :, None])
     return jnp.max(jnp.where(seen, index, 0), axis=2)
-
-
-def _power_of_2(n: int) -> int:
-    """The least one that is at least n."""
-    return 1 << (n - 1).bit_length()
 
 
 # ------------------------------------------------------------------------------- the common body
@@ -294,7 +290,7 @@ def _(axis_size: int, batched: list[bool], operand: Array) -> tuple[Array, bool]
 
 def _fits_cuda(q: Array, keys: Array, values: Array, sight: Sight) -> bool:
     sizes = (keys.shape[3], values.shape[3])
-    shapes = all(n == _power_of_2(n) and 64 <= n <= 256 for n in sizes)
+    shapes = powers_of_2(sizes, 64, 256)
     return _dtypes_fit(q, keys, values) and shapes and q.shape[2] // keys.shape[1] <= _GPU_ROWS
 
 
@@ -309,7 +305,7 @@ def on_cuda(
     t = _tiles(q, keys, sight, _GPU_ROWS)
     streams, n_kv, n_tiles, n_rows, k_size = t.q.shape
     v_size = values.shape[3]
-    filled_rows = max(_power_of_2(n_rows), 16)  # what the tensor cores take
+    filled_rows = max(bucket(n_rows), 16)  # what the tensor cores take
     size = max(k_size, v_size)
     n_cells = min(max(_GPU_BLOCK_BYTES // (size * q.dtype.itemsize), 16), 128)
     # the sums of a split are written and read again: that must stay little beside its K/V

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxhybrid.ops.linear import precision_of
+from jaxhybrid.buckets import bucket
+from jaxhybrid.ops.precision import precision_of
 
 Function = Callable[..., Any]
 Precision = lax.Precision | lax.DotAlgorithmPreset
@@ -23,6 +24,11 @@ def triton_precision(dtype: Any, interpret: bool) -> Precision:
     if dtype == jnp.float32 and not interpret:
         return lax.DotAlgorithmPreset.TF32_TF32_F32_X3
     return precision_of(dtype)
+
+
+def powers_of_2(sizes: Iterable[int], least: int, most: int) -> bool:
+    """Whether all sizes are, from least to most: what Triton's arrays have to be."""
+    return all(n == bucket(n) and least <= n <= most for n in sizes)
 
 
 def by_platform(plain: Function, kernels: dict[str, Function], *arguments: Any) -> Any:

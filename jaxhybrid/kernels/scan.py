@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jaxhybrid.kernels.platform import by_platform, triton_precision
+from jaxhybrid.kernels.platform import by_platform, powers_of_2, triton_precision
 
 Plain = Callable[[Any, Array, int], tuple[Array, Array]]
 Sums = Callable[[Array, int], Array]
@@ -31,9 +31,7 @@ def ssd(plain: Plain, sums_of: Sums, inputs: Any, state: Array, chunk: int) -> t
     sums_of: (log decays, axis) to their sums up to each token in two parts, stacked first. Returns
     (y [B, T, H, P], state).
     """
-    sizes = state.shape[2:]
-    fits = all(n & (n - 1) == 0 and 16 <= n <= 256 for n in sizes)
-    kernels = {"cuda": partial(on_cuda, sums_of)} if fits else {}
+    kernels = {"cuda": partial(on_cuda, sums_of)} if powers_of_2(state.shape[2:], 16, 256) else {}
     return by_platform(lambda inputs, state: plain(inputs, state, chunk), kernels, inputs, state)
 
 

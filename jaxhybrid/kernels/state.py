@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxhybrid.kernels.platform import by_platform
+from jaxhybrid.kernels.platform import by_platform, powers_of_2
 
 Plain = Callable[[Any, Array, int], tuple[Array, Array]]
 
@@ -28,60 +28,50 @@ def delta_rule(plain: Plain, inputs: Any, state: Array, chunk: int) -> tuple[Arr
     inputs, all float32: q and k [B, 1, G, M], v [B, 1, H, N], log_a [B, 1, H] or [B, 1, H, M], beta
     [B, 1, H]. state: float32 [B, H, M, N]. Returns (y [B, 1, H, N], state).
     """
-    return _choose(plain, delta_problem, inputs, state, chunk)
-
-
-class Problem(NamedTuple):
-    """A state and what it meets, by groups of heads.
-
-    state: [B, G, H / G, M, N]. vectors: [B, G, H / G or 1, M or N]. axes: of each vector, whether it goes
-    along M (0) or N (1). body: (state, *vectors) to (y, state); y, and parts of the state, go along `axis`
-    and need nothing of other parts.
-    """
-
-    state: Array
-    vectors: tuple[Array, ...]
-    axes: tuple[int, ...]
-    axis: int
-    body: Callable[..., tuple[Array, Array]]
-
-
-def delta_problem(inputs: Any, state: Array) -> Problem:
-    rows, heads, size, width = state.shape
     groups = inputs.k.shape[2]
-    by_head = (rows, groups, heads // groups)
-    q, k = (t.reshape(rows, groups, 1, size) for t in (inputs.q, inputs.k))
-    log_a = inputs.log_a.reshape(*by_head, -1)
-    a = jnp.broadcast_to(jnp.exp(log_a), (*by_head, size))
-    written = inputs.beta.reshape(*by_head, 1) * k
-
-    def body(s: Array, a: Array, w: Array, k: Array, q: Array, v: Array) -> tuple[Array, Array]:
-        s = a[..., None] * s
-        error = v - jnp.sum(k[..., None] * s, axis=-2)
-        s = s + w[..., None] * error[..., None, :]
-        return jnp.sum(q[..., None] * s, axis=-2), s
-
-    vectors = (a, written, k, q, inputs.v.reshape(*by_head, width))
-    return Problem(state.reshape(*by_head, size, width), vectors, (0, 0, 0, 0, 1), 1, body)
-
-
-def _choose(
-    plain: Plain, problem: Callable[[Any, Array], Problem], inputs: Any, state: Array, chunk: int
-) -> tuple[Array, Array]:
-    groups = inputs[1].shape[2]
     _, heads, size, width = state.shape
     kernels: dict[str, Callable[..., Any]] = {}
     if width % 128 == 0 and size % 8 == 0 and _tpu_block(groups, heads // groups, size * width):
         kernels["tpu"] = on_tpu
-    if all(n & (n - 1) == 0 and 16 <= n <= 512 for n in (size, width)):
+    if powers_of_2((size, width), 16, 512):
         kernels["cuda"] = on_cuda
 
     def run(kernel: Callable[..., Any], inputs: Any, state: Array) -> tuple[Array, Array]:
-        y, new = kernel(problem(inputs, state))
+        y, new = kernel(operands_of(inputs, state))
         return y.reshape(len(state), 1, heads, -1), new.reshape(state.shape)
 
     chosen = {name: partial(run, kernel) for name, kernel in kernels.items()}
     return by_platform(lambda inputs, state: plain(inputs, state, chunk), chosen, inputs, state)
+
+
+class Operands(NamedTuple):
+    """What a program works on, by groups of heads; the arguments of `_update`."""
+
+    state: Array  # [B, G, H / G, M, N]
+    a: Array  # [B, G, H / G, M]
+    written: Array  # [B, G, H / G, M], beta k
+    k: Array  # [B, G, 1, M]
+    q: Array  # [B, G, 1, M]
+    v: Array  # [B, G, H / G, N]
+
+
+def operands_of(inputs: Any, state: Array) -> Operands:
+    rows, heads, size, width = state.shape
+    groups = inputs.k.shape[2]
+    by_head = (rows, groups, heads // groups)
+    q, k = (t.reshape(rows, groups, 1, size) for t in (inputs.q, inputs.k))
+    a = jnp.broadcast_to(jnp.exp(inputs.log_a.reshape(*by_head, -1)), (*by_head, size))
+    written = inputs.beta.reshape(*by_head, 1) * k
+    v = inputs.v.reshape(*by_head, width)
+    return Operands(state.reshape(*by_head, size, width), a, written, k, q, v)
+
+
+def _update(s: Array, a: Array, written: Array, k: Array, q: Array, v: Array) -> tuple[Array, Array]:
+    """(y [..., N], state [..., M, N]); parts along N need nothing of each other."""
+    s = a[..., None] * s
+    error = v - jnp.sum(k[..., None] * s, axis=-2)
+    s = s + written[..., None] * error[..., None, :]
+    return jnp.sum(q[..., None] * s, axis=-2), s
 
 
 def _tpu_block(groups: int, per_group: int, elements: int) -> tuple[int, int] | None:
@@ -96,12 +86,12 @@ def _tpu_block(groups: int, per_group: int, elements: int) -> tuple[int, int] | 
     return next(((1, n) for n in eights), None)
 
 
-def on_tpu(problem: Problem, *, interpret: bool = False) -> tuple[Array, Array]:
-    """(y [B, G, H / G, M or N], state) of a problem, by Mosaic."""
+def on_tpu(operands: Operands, *, interpret: bool = False) -> tuple[Array, Array]:
+    """(y [B, G, H / G, N], state), by Mosaic."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
 
-    state, vectors = problem.state, problem.vectors
+    state = operands.state
     rows, groups, per_group, size, width = state.shape
     block = _tpu_block(groups, per_group, size * width)
     assert block is not None
@@ -109,7 +99,7 @@ def on_tpu(problem: Problem, *, interpret: bool = False) -> tuple[Array, Array]:
 
     def kernel(*refs: Any) -> None:
         *given, y_ref, new_ref = refs
-        y_ref[0], new_ref[0] = problem.body(*(ref[0] for ref in given))
+        y_ref[0], new_ref[0] = _update(*(ref[0] for ref in given))
 
     def of(array: Any) -> Any:
         every = array.shape[2] == 1
@@ -117,12 +107,12 @@ def on_tpu(problem: Problem, *, interpret: bool = False) -> tuple[Array, Array]:
         rest = (0,) * (array.ndim - 3)
         return pl.BlockSpec(shape, lambda row, group, head: (row, group, 0 if every else head, *rest))
 
-    y = jax.ShapeDtypeStruct((*state.shape[:3], state.shape[3 + problem.axis]), state.dtype)
+    y = jax.ShapeDtypeStruct(operands.v.shape, state.dtype)
     return pl.pallas_call(
         kernel,
         out_shape=(y, jax.ShapeDtypeStruct(state.shape, state.dtype)),
         grid=(rows, groups // n_groups, per_group // n_heads),
-        in_specs=[of(state), *(of(vector) for vector in vectors)],
+        in_specs=[of(operand) for operand in operands],
         out_specs=(of(y), of(state)),
         input_output_aliases={0: 1},
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",) * 3),
@@ -131,41 +121,42 @@ def on_tpu(problem: Problem, *, interpret: bool = False) -> tuple[Array, Array]:
         ),
         interpret=interpret,
         name="state_update",
-    )(state, *vectors)
+    )(*operands)
 
 
-def on_cuda(problem: Problem, *, interpret: bool = False) -> tuple[Array, Array]:
-    """(y [B, G, H / G, M or N], state) of a problem, by Triton: a head, or a part of its state, a program."""
+def on_cuda(operands: Operands, *, interpret: bool = False) -> tuple[Array, Array]:
+    """(y [B, G, H / G, N], state), by Triton: a head, or some columns of its state, a program."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton
 
-    state, vectors, axis = problem.state, problem.vectors, problem.axis
-    rows, groups, per_group, *sizes = state.shape
-    part = max(min(sizes[axis], _GPU_BLOCK // sizes[1 - axis]), 1)
+    state = operands.state
+    rows, groups, per_group, size, width = state.shape
+    part = max(min(width, _GPU_BLOCK // size), 1)
 
     def kernel(*refs: Any) -> None:
         *given, y_ref, new_ref = refs
-        y_ref[...], new_ref[...] = problem.body(*(ref[...] for ref in given))
+        y_ref[...], new_ref[...] = _update(*(ref[...] for ref in given))
 
-    def of(array: Any, axes: tuple[int, ...]) -> Any:
-        every = array.shape[2] == 1
-        shape = tuple(part if a == axis else sizes[a] for a in axes)
-
+    def of(n_heads: int, *shape: int, in_parts: bool) -> Any:
         def index(row: Any, head: Any, i: Any) -> tuple[Any, ...]:
-            inside = (i if a == axis else 0 for a in axes)
-            return (row, head // per_group, 0 if every else head % per_group, *inside)
+            inside = (0,) * (len(shape) - 1) + (i if in_parts else 0,)
+            return (row, head // per_group, 0 if n_heads == 1 else head % per_group, *inside)
 
         return pl.BlockSpec((None, None, None, *shape), index)
 
-    y = jax.ShapeDtypeStruct((*state.shape[:3], sizes[axis]), state.dtype)
+    states, along_n = of(per_group, size, part, in_parts=True), of(per_group, part, in_parts=True)
+    along_m = [of(x.shape[2], size, in_parts=False) for x in (operands.a, operands.written, operands.k)]
     return pl.pallas_call(
         kernel,
-        out_shape=(y, jax.ShapeDtypeStruct(state.shape, state.dtype)),
-        grid=(rows, groups * per_group, sizes[axis] // part),
-        in_specs=[of(state, (0, 1)), *(of(v, (a,)) for v, a in zip(vectors, problem.axes, strict=True))],
-        out_specs=(of(y, (axis,)), of(state, (0, 1))),
+        out_shape=(
+            jax.ShapeDtypeStruct(operands.v.shape, state.dtype),
+            jax.ShapeDtypeStruct(state.shape, state.dtype),
+        ),
+        grid=(rows, groups * per_group, width // part),
+        in_specs=[states, *along_m, along_m[-1], along_n],
+        out_specs=(along_n, states),
         input_output_aliases={0: 1},
         compiler_params=triton.CompilerParams(num_warps=4, num_stages=1),
         interpret=interpret,
         name="state_update",
-    )(state, *vectors)
+    )(*operands)

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax.numpy as jnp
 from jax import Array, lax
 
+from jaxhybrid.ops.precision import precision_of
 from jaxhybrid.ops.quantized import QuantizedMatrix, Weight, quantized_product
 
 _FEW_ROWS = 64
 """Up to this many rows XLA's CPU compiler streams a weight at twice the speed when it stands on the left."""
-
-
-def precision_of(dtype: jnp.dtype) -> lax.Precision:
-    """float32 means float32 on every platform: TPUs would otherwise multiply in bfloat16."""
-    return lax.Precision.HIGHEST if dtype == jnp.float32 else lax.Precision.DEFAULT
 
 
 def contract(spec: str, a: Array, b: Array) -> Array:
@@ -61,10 +59,11 @@ def linear(x: Array, weight: Weight, bias: Array | None = None, dtype: jnp.dtype
     rows = x.reshape(-1, x.shape[-1])
     if isinstance(weight, QuantizedMatrix):
         y = quantized_product(rows, weight)
-    elif len(rows) == 1 and x.dtype != jnp.float32:
-        y = lax.platform_dependent(rows, weight.astype(x.dtype), cpu=_as_two_rows, default=_product)
     else:
-        y = _product(rows, weight.astype(x.dtype))
+        product = _product
+        if len(rows) == 1 and x.dtype != jnp.float32:
+            product = partial(lax.platform_dependent, cpu=_as_two_rows, default=_product)
+        y = product(rows, weight.astype(x.dtype))
     y = y.reshape(*x.shape[:-1], len(weight))
     if bias is not None:
         y = y + bias.astype(jnp.float32)

@@ -14,6 +14,8 @@ import jax.numpy as jnp
 from flax import struct
 from jax import Array, lax
 
+from jaxhybrid.ops.precision import precision_of
+
 FORMATS = ("int8", "int8_block", "int4")
 BLOCK = 32
 _CPU_TILE, _TILE = 512, 8192
@@ -118,7 +120,7 @@ def _real(integers: Array, scales: Array) -> Array:
 
 def _dot(left: Array, right: Array, kind: Any) -> Array:
     """left [m, in] times right [n, in]: [m, n] of dtype `kind`; float32 at full precision."""
-    exact = lax.Precision.HIGHEST if left.dtype == jnp.float32 else None
+    exact = precision_of(left.dtype)
     return lax.dot_general(
         left, right, (((1,), (1,)), ((), ())), precision=exact, preferred_element_type=kind
     )
