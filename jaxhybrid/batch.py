@@ -6,6 +6,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jax import Array
 from jax.typing import ArrayLike
@@ -49,15 +50,15 @@ def make_ubatch(
     """A ubatch with the usual defaults: full rows, row r for sequence r, continuing, last token out."""
     ids = jnp.asarray(tokens, jnp.int32)
     rows, n_tokens = ids.shape
-    row = jnp.arange(rows, dtype=jnp.int32)
-    real = jnp.full(rows, n_tokens, jnp.int32) if lengths is None else jnp.asarray(lengths, jnp.int32)
+    row = np.arange(rows, dtype=np.int32)  # defaults are numpy's: a new shape compiles nothing
+    real = jnp.asarray(np.full(rows, n_tokens, np.int32) if lengths is None else lengths, jnp.int32)
     if outputs is None:
         outputs = row * n_tokens + jnp.maximum(real - 1, 0)
     return Ubatch(
         tokens=ids,
         lengths=real,
-        seq_ids=row if seq_ids is None else jnp.asarray(seq_ids, jnp.int32),
-        starts=jnp.full(rows, -1, jnp.int32) if starts is None else jnp.asarray(starts, jnp.int32),
+        seq_ids=jnp.asarray(row if seq_ids is None else seq_ids, jnp.int32),
+        starts=jnp.asarray(np.full(rows, -1, np.int32) if starts is None else starts, jnp.int32),
         outputs=jnp.asarray(outputs, jnp.int32),
         members=None if members is None else jnp.asarray(members, bool),
         n_kv=n_kv,

@@ -46,7 +46,7 @@ def decode(
         out, cache = (donating_step if consume else jitted_step)(params, cache, ubatch)
         return out.logits, out.status, cache
 
-    return _drive(params, cache, batch, n_ubatch, donate, split, run, params.hparams.vocab_size)
+    return _drive(params, cache, batch, n_ubatch, donate, split, run)
 
 
 def decode_hidden(
@@ -57,29 +57,40 @@ def decode_hidden(
     def run(cache: Cache, ubatch: Ubatch, consume: bool) -> tuple[Array, Array, Cache]:
         return (_donating_encode if consume else _encode)(params, cache, ubatch)
 
-    return _drive(params, cache, batch, n_ubatch, donate, "uneven", run, params.hparams.d_model)
+    return _drive(params, cache, batch, n_ubatch, donate, "uneven", run)
 
 
 def _drive(
-    params: Params, cache: Cache, batch: Batch, n_ubatch: int, donate: bool, strategy: str, run, width: int
+    params: Params, cache: Cache, batch: Batch, n_ubatch: int, donate: bool, strategy: str, run
 ) -> tuple[Array, Cache]:
     if n_ubatch < 1:
         raise UsageError(f"n_ubatch: {n_ubatch} must be at least 1")
     rows = checked_rows(cache, batch, params.hparams.vocab_size)
     n_kv, limits = prepare(cache, rows)
     pieces = split(strategy, batch, rows, n_ubatch, limits)
-    parts: list[Array] = []
-    order: list[int] = []
+    parts: list[tuple[Array, list[int]]] = []
     states: list[tuple[Array, Array]] = []
     for k, (ubatch, where) in enumerate(_laid_out(pieces, rows, cache.n_seq_max, n_kv)):
         out, status, cache = run(cache, ubatch, donate or k > 0)
-        parts.append(out[: len(where)].astype(jnp.float32))
-        order.extend(where)
+        parts.append((out, where))
         states.append((status, ubatch.seq_ids))
     _check_status(states)
-    if not order:
-        return jnp.zeros((0, width), jnp.float32), cache
-    return jnp.concatenate(parts)[np.argsort(order, kind="stable")], cache
+    return _in_order(parts), cache
+
+
+def _in_order(parts: list[tuple[Array, list[int]]]) -> Array:
+    """Padded outputs [O, width] and the tokens they belong to: float32 [tokens, width] in order of tokens.
+
+    Put together by the host: on the device every number of outputs would be a program to compile.
+    """
+    first, tokens = parts[0]
+    order = sorted(token for _, where in parts for token in where)
+    if tokens == order and first.shape[0] == len(order) and first.dtype == jnp.float32:
+        return first
+    rows = np.empty((len(order), first.shape[1]), np.float32)
+    for part, where in parts:
+        rows[np.searchsorted(order, where)] = np.asarray(part)[: len(where)]
+    return jax.device_put(rows, first.sharding if first.committed else None)
 
 
 def _laid_out(
