@@ -8,10 +8,10 @@ import types
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, NoReturn
 
 from jaxhybrid.errors import JaxHybridError, UsageError
+from jaxhybrid.user_cache import user_cache
 
 INTERRUPTED = 130  # what a shell reports for a command ended by Ctrl-C
 
@@ -56,11 +56,8 @@ def use_compilation_cache() -> None:
 
     if os.environ.get("JAX_COMPILATION_CACHE_DIR"):
         return
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = base / "jaxhybrid" / "xla"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError:
+    folder = user_cache("xla")
+    if folder is None:
         return
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
