@@ -1,8 +1,8 @@
 """Products of few rows on a CPU, by a kernel in C++ that the user's own compiler builds (products.cc).
 
 XLA's CPU compiler reads a weight of float32 for one row at the speed of memory, but for several rows, or of
-bfloat16 or small integers, at a half to a sixth of it. Where there is no compiler, XLA's products are used all
-the same, and `JAXHYBRID_CPU_KERNEL=off` says not to build or use the kernel.
+bfloat16 or small integers, at a half to a sixth of it. Without a C++ compiler XLA's products are used, and
+`JAXHYBRID_CPU_KERNEL=off` says not to build or use the kernel.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import jaxlib
 from jax import Array
 
+from jaxhybrid.kernels.platform import Function, by_platform
 from jaxhybrid.user_cache import user_cache
 
 _TARGET = "jaxhybrid_products_of_few_rows"
@@ -38,10 +39,12 @@ _BLOCK = 32
 
 
 def fits(rows: Array, weight: Array) -> bool:
-    """Whether the kernel can and should multiply rows [R, in] with a weight [out, in] (for int4 packed: [out,
-    in / 2]) here. False on other platforms and where the kernel cannot be built."""
+    """Whether the kernel can and should multiply rows [..., R, in] with weights [..., out, in] (for int4
+    packed: [..., out, in / 2]) here. False on other platforms and where the kernel cannot be built."""
+    lone = rows.shape[-2] == 1 and weight.dtype == jnp.float32  # XLA is as fast there
     return (
-        1 <= len(rows) <= _MOST_ROWS
+        1 <= rows.shape[-2] <= _MOST_ROWS
+        and not lone
         and rows.shape[-1] % _BLOCK == 0
         and weight.dtype in _DTYPES
         and weight.size * weight.dtype.itemsize >= _SMALLEST
@@ -50,15 +53,24 @@ def fits(rows: Array, weight: Array) -> bool:
     )
 
 
+def multiply(plain: Function, rows: Array, weight: Array) -> Array:
+    """plain(rows, weight), float32 [..., R, out] of two arrays as `fits` takes them, or by the kernel."""
+
+    def kernel(rows: Array, weight: Array) -> Array:
+        return product(rows, weight)
+
+    return by_platform(plain, {"cpu": kernel} if fits(rows, weight) else {}, rows, weight)
+
+
 def product(rows: Array, weight: Array, scales: Array | None = None) -> Array:
-    """rows [R, in] times weight [out, in]: [R, out].
+    """rows [..., R, in] times weight [..., out, in], leading axes alike: [..., R, out].
 
     float32 from rows of any float dtype with a weight of float32 or bfloat16, or with int8 or packed int4 and
-    scales float32 [out, in / 32]; int32, exact, where both are int8.
+    scales float32 [..., out, in / 32]; int32, exact, where both are int8.
     """
     exact = rows.dtype == jnp.int8
-    shape = jax.ShapeDtypeStruct((len(rows), len(weight)), jnp.int32 if exact else jnp.float32)
-    call = jax.ffi.ffi_call(_TARGET, shape, vmap_method="expand_dims")
+    y = jax.ShapeDtypeStruct((*rows.shape[:-1], weight.shape[-2]), jnp.int32 if exact else jnp.float32)
+    call = jax.ffi.ffi_call(_TARGET, y, vmap_method="expand_dims")
     rows = rows if exact else rows.astype(jnp.float32)
     return call(rows, weight, *([] if scales is None else [scales]))
 
@@ -119,4 +131,3 @@ def _processor() -> str:
         return next((line for line in lines if line.startswith(("flags", "Features"))), "")
     except OSError:
         return platform.processor()
-

@@ -6,7 +6,6 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jaxhybrid.kernels import products
-from jaxhybrid.kernels.platform import by_platform
 from jaxhybrid.ops.quantized import QuantizedMatrix, Weight, quantized_product
 from jaxhybrid.precision import precision_of
 
@@ -66,9 +65,7 @@ def linear(x: Array, weight: Weight, bias: Array | None = None, dtype: jnp.dtype
     if isinstance(weight, QuantizedMatrix):
         y = quantized_product(rows, weight)
     else:
-        weight = weight.astype(x.dtype)
-        kernels = {"cpu": products.product} if products.fits(rows, weight) else {}
-        y = by_platform(_dense_product, kernels, rows, weight)
+        y = products.multiply(_dense_product, rows, weight.astype(x.dtype))
     y = y.reshape(*x.shape[:-1], len(weight))
     if bias is not None:
         y = y + bias.astype(jnp.float32)
