@@ -34,7 +34,7 @@ def resolve_model(
     offline: bool | None = None,
     progress: bool = True,
 ) -> Path:
-    """The folder of `model`: an existing folder as it is, a hub id through the hub's cache.
+    """The folder of `model`: an existing folder or .gguf file as it is, a hub id through the hub's cache.
 
     `revision` is a branch, tag or commit of a hub id. `offline=True` uses the cache alone, None
     leaves that to HF_HUB_OFFLINE. When the hub cannot be reached, a complete copy in the cache
@@ -51,9 +51,10 @@ def resolve_model(
             raise UsageError(f"{show(name)}: a local folder has no revision; leave it out")
         return Path(path)
     if os.path.exists(path):
-        gguf = " (.gguf is not supported by this version)" if path.endswith(".gguf") else ""
+        if path.lower().endswith(".gguf"):
+            return Path(path)
         raise CheckpointError(
-            f"{show(name)}: is a file{gguf}; give the folder of config.json and .safetensors files"
+            f"{show(name)}: is a file; give a .gguf file, or the folder of config.json and .safetensors files"
         )
     if "://" in name:
         raise CheckpointError(f"{show(name)}: is an address; give the hub id alone, owner/name")

@@ -14,10 +14,11 @@ import numpy as np
 from jaxhybrid.errors import CheckpointError
 from jaxhybrid.families import Source, hparams_from_config, tensors_of
 from jaxhybrid.files import quantized
-from jaxhybrid.files.config import read_config, write_json
+from jaxhybrid.files.config import write_json
 from jaxhybrid.files.hub import resolve_model
 from jaxhybrid.files.mapping import FLOATS, Mapping, map_tensors, read_parameter, split_parameter
-from jaxhybrid.files.tensors import TensorFiles, write_safetensors
+from jaxhybrid.files.source import ModelFiles, Tensors
+from jaxhybrid.files.tensors import write_safetensors
 from jaxhybrid.model import spec
 from jaxhybrid.ops.quantized import QuantizedMatrix, Weight, quantize_array
 from jaxhybrid.params import Params, TensorSpec, flatten, unflatten
@@ -40,11 +41,12 @@ def load_params(
     """
     folder = resolve_model(str(path))
     check_format(quantize)
-    config = read_config(folder)
-    hparams, kept = hparams_from_config(config), quantized.Stored.of(config, folder / "config.json")
+    found_files = ModelFiles(folder, quantize)
+    hparams = hparams_from_config(found_files.config)
+    files = found_files.tensors()
+    kept = quantized.Stored.of(found_files.config, found_files.where)
     if kept is not None and quantize not in (None, kept.format):
         raise CheckpointError(f"{folder}: its weights are {kept.format} already; load it without quantize")
-    files = TensorFiles(folder)
     mapping = map_tensors(hparams, files)
     mapping.raise_for_errors()
     if mapping.unexpected:
@@ -70,7 +72,7 @@ def load_params(
             finite = _all_finite(stored)
             # the device may take over what was read: nothing else holds it
             array = jax.device_put(stored, may_alias=True)
-            form = None if kept else format_of(tensor, quantize)
+            form = format_of(tensor, quantize)
             if form is None:
                 found[name] = array.astype(jnp.float32 if tensor.float32 else weights_dtype)
             else:
@@ -127,7 +129,7 @@ def save_params(params: Params, folder: str | Path, config: dict[str, Any], dtyp
 
 
 def _read_quantized(
-    files: TensorFiles, pair: tuple[Source, Source], tensor: TensorSpec, dtype: jnp.dtype
+    files: Tensors, pair: tuple[Source, Source], tensor: TensorSpec, dtype: jnp.dtype
 ) -> tuple[QuantizedMatrix, bool]:
     """The weight, and whether its scales are finite."""
     values, scales = (read_parameter(files, half, (*tensor.shape[:-1], half.shapes[0][-1])) for half in pair)
@@ -138,7 +140,7 @@ def _read_quantized(
 
 
 def _weights_dtype(
-    files: TensorFiles, mapping: Mapping, kept: quantized.Stored | None, dtype: Any
+    files: Tensors, mapping: Mapping, kept: quantized.Stored | None, dtype: Any
 ) -> jnp.dtype:
     if dtype is not None:
         return jnp.dtype(dtype)
