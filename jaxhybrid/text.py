@@ -10,6 +10,7 @@ from tokenizers.processors import TemplateProcessing
 
 from jaxhybrid.chat import ChatTemplate, one_line, read_chat_template, read_json
 from jaxhybrid.errors import TokenizerError, UsageError
+from jaxhybrid.files.source import gguf_part, is_gguf
 
 BROKEN = "\ufffd"
 """What decoding writes for bytes that are no character, or not yet one."""
@@ -45,12 +46,14 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: str | Path) -> "Tokenizer":
-        """Reads tokenizer.json and, where there, tokenizer_config.json, special_tokens_map.json,
+        """Reads what a .gguf file holds, or tokenizer.json and, where there, tokenizer_config.json, special_tokens_map.json,
         generation_config.json, config.json, chat_template.jinja and chat_template.json.
 
         Raises TokenizerError that names the file and the remedy.
         """
         folder = Path(folder)
+        if is_gguf(folder):
+            return gguf_part("tokenizer").load_tokenizer(folder)
         file = folder / "tokenizer.json"
         try:
             backend = tokenizers.Tokenizer.from_str(file.read_text(encoding="utf-8"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -43,8 +44,7 @@ class ModelFiles:
         self.path = path
         self.config: Mapping[str, Any]
         if is_gguf(path):
-            gguf = gguf_tables()
-            self._gguf = gguf.GgufFiles(path, quantize)
+            self._gguf = gguf_part("tensors").GgufFiles(path, quantize)
             self.config = self._gguf.config
         else:
             self._gguf = None
@@ -59,14 +59,13 @@ class ModelFiles:
         return self._gguf.checked() if self._gguf else TensorFiles(self.path)
 
 
-def gguf_tables() -> Any:
-    """The part of this package that reads GGUF, which needs an optional dependency."""
+def gguf_part(name: str) -> Any:
+    """A module of files/gguf/, which need an optional dependency."""
     try:
-        from jaxhybrid.files.gguf import tensors
+        return importlib.import_module(f"jaxhybrid.files.gguf.{name}")
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] != "gguf":
             raise
         raise CheckpointError(
             'GGUF files need the gguf package; install it with pip install "jaxhybrid[gguf]"'
         ) from error
-    return tensors

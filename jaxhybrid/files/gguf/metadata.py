@@ -356,15 +356,25 @@ def _mamba2(meta: Meta) -> Config:
 def _jamba(meta: Meta) -> Config:
     words = _words(meta, "attention", "mamba")
     sparse = [i for i in range(meta.n_layers) if meta.has(f"blk.{i}.ffn_gate_inp.weight")]
-    period = sparse[1] - sparse[0] if len(sparse) > 1 else meta.n_layers
+    attending = [i for i, word in enumerate(words) if word == "attention"]
+    offset, period = _every(attending, meta.n_layers)
+    first, step = _every(sparse, meta.n_layers)
     found: Config = {
         "layers_block_type": words,
+        "attn_layer_offset": offset,
+        "attn_layer_period": period,
         "mamba_expand": meta.need("ssm.inner_size") // max(1, meta.need("embedding_length")),
-        "expert_layer_offset": sparse[0] if sparse else 0,
-        "expert_layer_period": period,
+        "expert_layer_offset": first,
+        "expert_layer_period": step,
         "mamba_conv_bias": meta.any_layer("ssm_conv1d.bias"),
     }
     return found if sparse else found | {"num_experts": 1}
+
+
+def _every(layers: list[int], n_layers: int) -> tuple[int, int]:
+    """The first layer and the distance to the next, where such layers are evenly spaced."""
+    first = layers[0] if layers else 0
+    return first, max(first + 1, layers[1] - first if len(layers) > 1 else n_layers)
 
 
 def _falcon_h1(meta: Meta) -> Config:

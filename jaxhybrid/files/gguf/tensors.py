@@ -146,7 +146,7 @@ class GgufFiles:
         rows = out.reshape(-1, columns)
         done = 0
         for part in place.parts:
-            width = self._stored(part).shape[-1]
+            width = place.n_columns if part.swapped else self._stored(part).shape[-1]
             n = part.count * width // place.n_columns
             self._read_part(part, half, rows, _targets(place, done, n, len(rows)), place)
             done += n
