@@ -155,7 +155,7 @@ class _Rules:
         if name.endswith("block_sparse_moe.output_linear.weight"):
             return (_whole(f"{blk}.ffn_down_exps.weight", shape),), None
         if name.endswith((".conv1d.weight", "conv.conv.weight")) or re.search(r"_conv1d\.weight$", name):
-            shape = (shape[0], shape[-1])
+            shape = (shape[0], 1, shape[-1]) if self.arch == "kimi-linear" else (shape[0], shape[-1])
         if name.endswith((".A_log", ".mixer.D", ".mamba.D")) and self.recurrent_heads(layer):
             shape = (math.prod(shape), 1)
         if re.search(r"\.(mixer|mamba)\.norm\.weight$", name) and (groups := self.groups(layer)) is not None:

@@ -1,0 +1,301 @@
+"""Writing a model as one GGUF file, by the tables that reading uses."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from gguf import GGUFWriter, quants
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, LlamaFileType
+
+from jaxhybrid.errors import CheckpointError, UsageError
+from jaxhybrid.families import hparams_from_config, tensors_of
+from jaxhybrid.files.config import atomic_path
+from jaxhybrid.files.gguf.container import open_container
+from jaxhybrid.files.gguf.layout import Change, Part, Place, places
+from jaxhybrid.files.gguf.metadata import ARCHITECTURES, config_of, rope_tensors
+from jaxhybrid.files.gguf.vocabulary import tokenizer_metadata
+from jaxhybrid.files.mapping import split_parameter
+from jaxhybrid.hparams import AttentionHparams, Hparams, Mamba2Hparams
+from jaxhybrid.ops.quantized import dense
+from jaxhybrid.ops.rope import inverse_frequencies
+from jaxhybrid.params import Params, flatten
+from jaxhybrid.text import Tokenizer
+
+DTYPES = ("F32", "F16", "BF16", "Q8_0")
+_ARCH_OF = {
+    "bamba": "granitehybrid", "falcon_h1": "falcon-h1", "falcon_mamba": "mamba", "gemma3_text": "gemma3",
+    "granite": "granite", "granitemoehybrid": "granitehybrid", "jamba": "jamba", "kimi_linear": "kimi-linear",
+    "lfm2": "lfm2", "lfm2_moe": "lfm2moe", "llama": "llama", "mamba": "mamba", "mamba2": "mamba2",
+    "mistral": "llama", "nemotron_h": "nemotron_h", "qwen3": "qwen3", "qwen3_5_moe_text": "qwen35moe",
+    "qwen3_5_text": "qwen35", "qwen3_next": "qwen3next",
+}  # fmt: skip
+_ALWAYS_F32 = re.compile(
+    r".*_norm\.weight|.*(ffn_gate_inp|ffn_gate_inp_shexp|ssm_conv1d\w*|shortconv\.conv)\.weight|.*(?<!\.weight)"
+)
+"""Tensors that llama.cpp keeps in float32 in every file."""
+
+
+def write_gguf(
+    params: Params, path: str | Path, *, tokenizer: Tokenizer | None = None, dtype: str = "F32"
+) -> None:
+    """Write a model as one file that llama.cpp and this package read: all of it or, on any error, nothing.
+
+    dtype: "F32", "F16", "BF16" or "Q8_0", of matrices; norms, decays, convolutions and routers are F32, and
+    rows that are no blocks of 32 are F16 in a Q8_0 file. Without a tokenizer the file runs on token ids only.
+    One tensor at a time is in memory beside the parameters. Raises CheckpointError where the format has no
+    place for something the model has, naming it, or the file cannot be written; UsageError for another dtype.
+    """
+    path, hp = Path(path), params.hparams
+    if dtype not in DTYPES:
+        raise UsageError(f"dtype: {dtype!r} is not one of {', '.join(DTYPES)}")
+    arch = architecture_of(hp)
+    metadata = {f"{arch}.{key}": value for key, value in _metadata(arch, hp).items()}
+    metadata |= tokenizer_metadata(tokenizer, hp.vocab_size, path)
+    with atomic_path(path) as temporary:
+        _write(temporary, arch, metadata, params, dtype)
+        _check(temporary, path, hp)
+
+
+def architecture_of(hp: Hparams) -> str:
+    """llama.cpp's name for models of these hparams; CheckpointError where it has none."""
+    arch = _ARCH_OF.get(hp.family)
+    if arch is None:
+        known = ", ".join(sorted(_ARCH_OF))
+        raise CheckpointError(f"{hp.family} models have no GGUF form here; {known} have")
+    has_experts = any(layer.moe is not None for layer in hp.layers)
+    if arch == "granitehybrid" and not hp.recurrent_layer_indices and not has_experts:
+        return "granite"
+    return "nemotron_h_moe" if arch == "nemotron_h" and has_experts else arch
+
+
+def _metadata(arch: str, hp: Hparams) -> dict[str, Any]:
+    table = ARCHITECTURES[arch]
+    found = {field.key: field.get(hp) for field in table.fields}
+    found |= table.metadata(hp)
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def _write(file: Path, arch: str, metadata: dict[str, Any], params: Params, dtype: str) -> None:
+    writer = GGUFWriter(file, arch)
+    writer.add_file_type({
+        "F32": LlamaFileType.ALL_F32, "F16": LlamaFileType.MOSTLY_F16,
+        "BF16": LlamaFileType.MOSTLY_BF16, "Q8_0": LlamaFileType.MOSTLY_Q8_0,
+    }[dtype])  # fmt: skip
+    writer.add_quantization_version(2)
+    for key, value in metadata.items():
+        _add(writer, key, value)
+    stored = list(_plan(arch, params.hparams).items())
+    extra = rope_tensors(params.hparams)
+    kinds = {name: _kind(name, wanted[0][1].shape, dtype) for name, wanted in stored}
+    for name, vector in extra.items():
+        writer.add_tensor_info(name, vector.shape, vector.dtype, vector.nbytes)
+    for name, wanted in stored:
+        shape, kind = wanted[0][1].shape, kinds[name]
+        block, size = GGML_QUANT_SIZES[kind]
+        n_bytes = math.prod(shape) // block * size
+        if kind in (GGMLQuantizationType.F32, GGMLQuantizationType.F16):
+            writer.add_tensor_info(name, shape, np.dtype(f"f{size}"), n_bytes)
+        else:
+            rows = (*shape[:-1], shape[-1] // block * size)
+            writer.add_tensor_info(name, rows, np.dtype(np.uint8), n_bytes, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    for vector in extra.values():
+        writer.write_tensor_data(np.ascontiguousarray(vector, np.float32))
+    ours = _Ours(params)
+    for name, wanted in stored:
+        array = _assemble(wanted, ours)
+        writer.write_tensor_data(np.ascontiguousarray(quants.quantize(array, kinds[name])))
+    writer.close()
+
+
+def _add(writer: GGUFWriter, key: str, value: Any) -> None:
+    match value:
+        case bool():
+            writer.add_bool(key, value)
+        case int():
+            writer.add_uint32(key, value)
+        case float():
+            writer.add_float32(key, value)
+        case str():
+            writer.add_string(key, value)
+        case _:
+            writer.add_array(key, value)
+
+
+def _kind(name: str, shape: tuple[int, ...], dtype: str) -> GGMLQuantizationType:
+    if len(shape) < 2 or _ALWAYS_F32.fullmatch(name):
+        return GGMLQuantizationType.F32
+    return GGMLQuantizationType["F16" if dtype == "Q8_0" and shape[-1] % 32 else dtype]
+
+
+Wanted = list[tuple[str, Part, int, Place]]
+"""What fills a stored tensor: our names, the parts, and where these begin among their places' stored rows."""
+
+
+def _plan(arch: str, hp: Hparams) -> dict[str, Wanted]:
+    found: dict[str, Wanted] = {}
+    for name, place in places(arch, hp).items():
+        done = 0
+        for part in place.parts:
+            width = place.n_columns if part.swapped else part.shape[-1]
+            found.setdefault(part.name, []).append((name, part, done, place))
+            done += part.count * width // place.n_columns
+    if arch == "falcon-h1" and hp.tie_embeddings:
+        # both ends have a multiplier of their own, so that they cannot share what is stored
+        [(name, part, _, place)] = found["token_embd.weight"]
+        head = dataclasses.replace(place, change=Change("times", hp.logits_multiplier))
+        found["output.weight"] = [(name, part, 0, head)]
+    return found
+
+
+class _Ours:
+    """Tensors by the names of the family's folder, float32, the last few parameters kept."""
+
+    def __init__(self, params: Params) -> None:
+        self._flat = flatten(params.tensors)
+        self._sources = tensors_of(params.hparams)
+        self._paths = {name: path for path, source in self._sources.items() for name in source.names}
+        self._split = lru_cache(maxsize=2)(self._split_parameter)
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        return self._split(self._paths[name])[name]
+
+    def _split_parameter(self, path: str) -> dict[str, np.ndarray]:
+        array = np.asarray(dense(self._flat[path])).astype(np.float32)
+        return split_parameter(array, self._sources[path])
+
+
+def _assemble(wanted: Wanted, ours: _Ours) -> np.ndarray:
+    """One stored tensor, float32."""
+    shape = wanted[0][1].shape
+    out = np.empty(shape, np.float32)
+    rows = out.reshape(-1, shape[-1])
+    for name, part, begin, place in wanted:
+        array = ours[name]
+        if place.change is not None:
+            array = place.change.apply(array).astype(np.float32)
+        array = array.reshape(-1, place.n_columns)
+        if place.columns is not None:
+            array = _inverse(array.T, place.columns).T
+        if place.rows is not None:
+            array = _inverse_rows(array, place)
+        if part.swapped:
+            heads, inner, n = part.shape
+            piece = array[begin : begin + heads * n].reshape(heads, n, inner).swapaxes(1, 2)
+        else:
+            piece = array[begin : begin + part.count * shape[-1] // place.n_columns]
+        rows[part.first : part.first + (len(rows) if part.swapped else part.count)] = piece.reshape(-1, shape[-1])
+    return out
+
+
+def _inverse_rows(array: np.ndarray, place: Place) -> np.ndarray:
+    assert place.rows is not None
+    return _inverse(array.reshape(len(place.rows), -1), place.rows).reshape(array.shape)
+
+
+def _inverse(array: np.ndarray, order: np.ndarray) -> np.ndarray:
+    out = np.empty_like(array)
+    out[order] = array
+    return out
+
+
+# ------------------------------------------------------------------------- what comes back
+
+
+def _check(file: Path, path: Path, hp: Hparams) -> None:
+    """Whether a file says all that the hparams do; CheckpointError naming what it does not."""
+    _, config = config_of(open_container(file))
+    again = hparams_from_config(config)
+    if (field := _difference(_plain(hp), _plain(again))) is not None:
+        raise CheckpointError(
+            f"{path}: llama.cpp's {_ARCH_OF[hp.family]} has no place for {field} of this model; nothing was written"
+        )
+
+
+def _plain(hp: Hparams) -> Hparams:
+    """The same model with what a file says in other words: folded multipliers, frequencies as factors."""
+
+    def attention(a: Any) -> Any:
+        if not isinstance(a, AttentionHparams):
+            return a
+        rope = a.rope
+        if rope is not None and rope.scaling == "llama3":
+            slower = inverse_frequencies(dataclasses.replace(rope, scaling="default")) / inverse_frequencies(rope)
+            factors = tuple(slower.tolist())
+            rope = type(rope)(
+                rope.dim, rope.theta, "longrope", short_factors=factors, long_factors=factors, original_context=0
+            )
+        elif rope is not None and rope.scaling == "longrope":
+            same = rope.short_factors == rope.long_factors
+            original = 0 if same else rope.original_context
+            rope = dataclasses.replace(rope, long=False, factor=1.0, original_context=original)
+        a = dataclasses.replace(a, rope=rope)
+        if hp.family != "falcon_h1":
+            return a
+        return dataclasses.replace(a, in_multiplier=1.0, key_multiplier=1.0, out_multiplier=1.0)
+
+    plain = dataclasses.replace(
+        hp,
+        attention=_map(hp.attention, attention),
+        family="",
+        residual_in_float32=False,
+        context_length=None,
+    )
+    if hp.family != "falcon_h1":
+        return plain
+    one = {"in_multiplier": 1.0, "out_multiplier": 1.0, "multipliers": None}
+    return dataclasses.replace(
+        plain,
+        recurrent=_map(hp.recurrent, lambda r: dataclasses.replace(r, **one) if isinstance(r, Mamba2Hparams) else r),
+        mlp=_map(hp.mlp, lambda m: dataclasses.replace(m, gate_multiplier=1.0, out_multiplier=1.0)),
+        embedding_multiplier=1.0,
+        logits_multiplier=1.0,
+        tie_embeddings=False,
+    )
+
+
+def _map(value: Any, f: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(None if v is None else f(v) for v in value)
+    return None if value is None else f(value)
+
+
+def _difference(a: Hparams, b: Hparams) -> str | None:
+    """The first field of a layer, or of the model, that differs by more than float32 rounds."""
+    for i, (mine, theirs) in enumerate(zip(a.layers, b.layers, strict=False)):
+        for field, ours, other in _fields(mine, theirs, ""):
+            if not _same(ours, other):
+                return f"{field} = {ours!r} in layer {i}"
+    per_layer = {f.name for f in dataclasses.fields(a.layers[0])} | {"shared_blocks"}
+    for field in dataclasses.fields(a):
+        ours, other = getattr(a, field.name), getattr(b, field.name)
+        if field.name not in per_layer and not _same(ours, other):
+            return f"{field.name} = {ours!r}"
+    return None
+
+
+def _fields(a: Any, b: Any, prefix: str) -> Iterator[tuple[str, Any, Any]]:
+    """The leaves of two dataclasses of one type."""
+    if type(a) is not type(b) or not dataclasses.is_dataclass(a):
+        yield prefix, a, b
+        return
+    for field in dataclasses.fields(a):
+        inner = f"{prefix}.{field.name}" if prefix else field.name
+        yield from _fields(getattr(a, field.name), getattr(b, field.name), inner)
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, tuple) and isinstance(b, tuple):
+        return len(a) == len(b) and all(map(_same, a, b))
+    if isinstance(a, float) and isinstance(b, float | int):
+        return math.isclose(a, b, rel_tol=1e-6) or a == b
+    return a == b
