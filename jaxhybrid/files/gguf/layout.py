@@ -86,8 +86,14 @@ class Place:
         return self.columns is None and self.change is None and not any(part.swapped for part in self.parts)
 
 
-def places(arch: str, hp: Hparams, stored: Mapping[str, object] | None = None) -> dict[str, Place]:
-    """The place of every tensor that the family of `hp` reads; `stored`: names in the file, where one exists."""
+def places(
+    arch: str, hp: Hparams, stored: Mapping[str, object] | None = None, whole_heads: bool = False
+) -> dict[str, Place]:
+    """The place of every tensor that the family of `hp` reads; `stored`: names in the file, where one exists.
+
+    whole_heads: where pairs were made neighbours, they were made so over the whole head though only a part is
+    rotated. llama.cpp's script does that (Bamba), and its program then rotates other pairs than the model did.
+    """
     number = next((key for key, name in MODEL_ARCH_NAMES.items() if name == arch), None)
     if number is None:
         raise CheckpointError(f"architecture {arch} is unknown to the installed gguf package; update it")
@@ -95,7 +101,7 @@ def places(arch: str, hp: Hparams, stored: Mapping[str, object] | None = None) -
     found: dict[str, Place] = {}
     for source in tensors_of(hp).values():
         for name, shape in zip(source.names, source.shapes, strict=True):
-            found[name] = _Rules(arch, hp, stored or {}).place(name, shape, names)
+            found[name] = _Rules(arch, hp, stored or {}, whole_heads).place(name, shape, names)
     return found
 
 
@@ -103,6 +109,8 @@ _EXPERT = re.compile(r".*\.layers\.(\d+)\..*\.experts\.(\d+)\.(\w+)\.weight")
 _EXPERTS = {
     "gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down",
 }  # fmt: skip
+ROTATED = "jaxhybrid.neighbours"
+"""An entry of this package's files: pairs are neighbours within the rotated part of a head only ("rotated")."""
 _PERMUTED = ("llama", "granite", "granitehybrid")
 """Architectures whose rotated pairs are neighbours, not halves."""
 _TILED = ("qwen35", "qwen35moe")
@@ -110,8 +118,8 @@ _TILED = ("qwen35", "qwen35moe")
 
 
 class _Rules:
-    def __init__(self, arch: str, hp: Hparams, stored: Mapping[str, object]) -> None:
-        self.arch, self.hp, self.stored = arch, hp, stored
+    def __init__(self, arch: str, hp: Hparams, stored: Mapping[str, object], whole_heads: bool) -> None:
+        self.arch, self.hp, self.stored, self.whole_heads = arch, hp, stored, whole_heads
 
     def place(self, name: str, shape: tuple[int, ...], names: object) -> Place:
         block = re.search(r"\.layers\.(\d+)\.", name)
@@ -210,7 +218,10 @@ class _Rules:
             for part, n in heads.items():
                 if f".{part}." in name:
                     size = attention.head_dim
-                    return np.arange(n * size).reshape(n, size // 2, 2).swapaxes(1, 2).reshape(-1)
+                    turned = size if self.whole_heads or attention.rope is None else attention.rope.dim
+                    each = np.arange(size)
+                    each[:turned] = each[:turned].reshape(turned // 2, 2).T.reshape(-1)
+                    return (size * np.arange(n)[:, None] + each).reshape(-1)
         hp = self.tiled(name, layer)
         if hp is None:
             return None

@@ -232,9 +232,7 @@ def rope_metadata(hp: Hparams, base: str = "rope.freq_base") -> Config:
             "rope.scaling.type": "yarn",
             "rope.scaling.factor": rope.factor,
             "rope.scaling.original_context_length": rope.original_context,
-            "rope.scaling.yarn_beta_fast": rope.beta_fast,
-            "rope.scaling.yarn_beta_slow": rope.beta_slow,
-        }
+        }  # its betas and amplitude are not written: llama.cpp reads them for few architectures, none of ours
     elif rope.scaling == "longrope":
         found |= {
             "rope.scaling.type": "longrope",
@@ -345,7 +343,7 @@ UNUSED = (Field("feed_forward_length", None, const(0)), Field("attention.head_co
 
 
 def _mamba(meta: Meta) -> Config:
-    return {"use_conv_bias": meta.any_layer("ssm_conv1d.bias"), "use_bias": meta.any_layer("ssm_in.bias")}
+    return {"use_conv_bias": True, "use_bias": False}  # as llama.cpp has it
 
 
 def _mamba2(meta: Meta) -> Config:
@@ -366,7 +364,6 @@ def _jamba(meta: Meta) -> Config:
         "mamba_expand": meta.need("ssm.inner_size") // max(1, meta.need("embedding_length")),
         "expert_layer_offset": first,
         "expert_layer_period": step,
-        "mamba_conv_bias": meta.any_layer("ssm_conv1d.bias"),
     }
     return found if sparse else found | {"num_experts": 1}
 
@@ -557,7 +554,8 @@ _NEMOTRON = Architecture(
     _nemotron,
     _nemotron_metadata,
 )  # fmt: skip
-_QWEN = (*BASE, *NORM, *HEADS, *SIZES, *DELTA)
+_QWEN_HEADS = (HEADS[0], dataclasses.replace(HEADS[1], get=of("attention", "n_kv_heads")))
+_QWEN = (*BASE, *NORM, *_QWEN_HEADS, *SIZES, *DELTA)
 _QWEN_EXPERTS = (*_QWEN, *EXPERTS, *EXPERT_WIDTH, *SHARED)
 _LLAMA = (*BASE, *NORM, *HEADS, *SIZES, *WIDTH)
 _LFM2_NORM = (dataclasses.replace(NORM[0], name="norm_eps"),)

@@ -14,7 +14,7 @@ from jaxhybrid.errors import CheckpointError
 from jaxhybrid.families import hparams_from_config, tensors_of
 from jaxhybrid.files.config import show
 from jaxhybrid.files.gguf.container import StoredTensor, open_container, read_rows
-from jaxhybrid.files.gguf.layout import Part, Place, places
+from jaxhybrid.files.gguf.layout import ROTATED, Part, Place, places
 from jaxhybrid.files.gguf.metadata import config_of
 from jaxhybrid.files.header import DTYPES
 from jaxhybrid.files.quantized import SCALES, VALUES, entry
@@ -48,7 +48,8 @@ class GgufFiles:
     def checked(self) -> GgufFiles:
         """This, with every tensor found; CheckpointError listing the first that is missing or misshaped."""
         hp = hparams_from_config(self.config)
-        self._places = places(self.arch, hp, self.container.tensors)
+        whole_heads = self.container.metadata.get(ROTATED) != "rotated"
+        self._places = places(self.arch, hp, self.container.tensors, whole_heads)
         faults: dict[str, str] = {}
         for place in self._places.values():
             for part in place.parts:

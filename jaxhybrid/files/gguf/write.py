@@ -18,7 +18,7 @@ from jaxhybrid.errors import CheckpointError, UsageError
 from jaxhybrid.families import hparams_from_config, tensors_of
 from jaxhybrid.files.config import atomic_path
 from jaxhybrid.files.gguf.container import open_container
-from jaxhybrid.files.gguf.layout import Change, Part, Place, places
+from jaxhybrid.files.gguf.layout import ROTATED, Change, Part, Place, places
 from jaxhybrid.files.gguf.metadata import ARCHITECTURES, config_of, rope_tensors
 from jaxhybrid.files.gguf.vocabulary import tokenizer_metadata
 from jaxhybrid.files.mapping import split_parameter
@@ -57,7 +57,7 @@ def write_gguf(
         raise UsageError(f"dtype: {dtype!r} is not one of {', '.join(DTYPES)}")
     arch = architecture_of(hp)
     metadata = {f"{arch}.{key}": value for key, value in _metadata(arch, hp).items()}
-    metadata |= tokenizer_metadata(tokenizer, hp.vocab_size, path)
+    metadata |= {ROTATED: "rotated"} | tokenizer_metadata(tokenizer, hp.vocab_size, path)
     with atomic_path(path) as temporary:
         _write(temporary, arch, metadata, params, dtype)
         _check(temporary, path, hp)
