@@ -18,6 +18,8 @@ from gguf.constants import MODEL_ARCH_NAMES
 
 from jaxhybrid.errors import CheckpointError
 from jaxhybrid.families import tensors_of
+from jaxhybrid.files.gguf.container import StoredTensor
+from jaxhybrid.files.header import AGAIN
 from jaxhybrid.hparams import AttentionHparams, GatedDeltaHparams, Hparams, Mamba2Hparams, MlaHparams
 
 Order = np.ndarray
@@ -87,7 +89,7 @@ class Place:
 
 
 def places(
-    arch: str, hp: Hparams, stored: Mapping[str, object] | None = None, whole_heads: bool = False
+    arch: str, hp: Hparams, stored: Mapping[str, StoredTensor] | None = None, whole_heads: bool = False
 ) -> dict[str, Place]:
     """The place of every tensor that the family of `hp` reads; `stored`: names in the file, where one exists.
 
@@ -99,8 +101,11 @@ def places(
         raise CheckpointError(f"architecture {arch} is unknown to the installed gguf package; update it")
     names = get_tensor_name_map(number, hp.n_layers)
     found: dict[str, Place] = {}
+    most = None if stored is None else sum(math.prod(tensor.shape) for tensor in stored.values())
     for source in tensors_of(hp).values():
         for name, shape in zip(source.names, source.shapes, strict=True):
+            if most is not None and math.prod(shape) > most:
+                raise CheckpointError(f"tensor {name} of shape {shape} is larger than the whole file; {AGAIN}")
             found[name] = _Rules(arch, hp, stored or {}, whole_heads).place(name, shape, names)
     return found
 
@@ -111,14 +116,14 @@ _EXPERTS = {
 }  # fmt: skip
 ROTATED = "jaxhybrid.neighbours"
 """An entry of this package's files: pairs are neighbours within the rotated part of a head only ("rotated")."""
-_PERMUTED = ("llama", "granite", "granitehybrid")
-"""Architectures whose rotated pairs are neighbours, not halves."""
+_PERMUTED = ("llama", "granite", "granitehybrid", "nemotron_h", "nemotron_h_moe")
+"""Architectures whose rotated pairs are neighbours, not halves (also where nothing is rotated)."""
 _TILED = ("qwen35", "qwen35moe")
 """Architectures whose value heads are ordered by their number in a group first."""
 
 
 class _Rules:
-    def __init__(self, arch: str, hp: Hparams, stored: Mapping[str, object], whole_heads: bool) -> None:
+    def __init__(self, arch: str, hp: Hparams, stored: Mapping[str, StoredTensor], whole_heads: bool) -> None:
         self.arch, self.hp, self.stored, self.whole_heads = arch, hp, stored, whole_heads
 
     def place(self, name: str, shape: tuple[int, ...], names: object) -> Place:
@@ -170,7 +175,7 @@ class _Rules:
             shape = (groups, shape[0] // groups)
         found = names.get_name(name, try_suffixes=(".weight", ".bias"))  # type: ignore[attr-defined]
         if found is None:
-            raise CheckpointError(f"tensor {name} has no place in GGUF files of architecture {self.arch}")
+            raise CheckpointError(f"GGUF files of architecture {self.arch} have no place for tensor {name}")
         return (_whole(found, shape),), None
 
     def expert(self, layer: int | None, e: int, kind: str, shape: tuple[int, ...]) -> Part:

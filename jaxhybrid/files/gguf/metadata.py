@@ -16,6 +16,7 @@ import numpy as np
 from jaxhybrid.errors import CheckpointError
 from jaxhybrid.files.config import show
 from jaxhybrid.files.gguf.container import Container, read_rows
+from jaxhybrid.files.header import AGAIN
 from jaxhybrid.hparams import Hparams
 from jaxhybrid.ops.rope import inverse_frequencies
 
@@ -84,6 +85,12 @@ class Meta:
         if not 1 <= n <= max(1, len(self.tensors)):
             raise CheckpointError(f"{self.path}: {self.arch}.block_count makes {n} layers; convert it again")
         return n
+
+    def check_experts(self) -> None:
+        """Names are made for each expert, so that their number must be that of matrices in the file."""
+        most = max((t.shape[0] for t in self.tensors.values() if len(t.shape) == 3), default=0)
+        if (n := self.get("expert_count", default=0)) > most:
+            raise CheckpointError(f"{self.path}: {self.arch}.expert_count is {n}, the tensors hold {most}; {AGAIN}")
 
     def has(self, name: str) -> bool:
         return name in self.tensors
@@ -294,6 +301,7 @@ def _granite_hybrid(meta: Meta) -> Config:
     words = _words(meta, "attention", "mamba")
     found: Config = {"layer_types": words, "attention_bias": meta.any_layer("attn_q.bias")}
     found |= {"mamba_d_head": "auto", "mamba_conv_bias": meta.any_layer("ssm_conv1d.bias"), **_rope(meta)}
+    found["mamba_proj_bias"] = meta.any_layer("ssm_in.bias")
     if _is_bamba(meta):
         found |= {"layers_block_type": words, "mlp_bias": meta.any_layer("ffn_up.bias")}
         found["rope_parameters"].setdefault("partial_rotary_factor", 1.0)
@@ -343,7 +351,7 @@ UNUSED = (Field("feed_forward_length", None, const(0)), Field("attention.head_co
 
 
 def _mamba(meta: Meta) -> Config:
-    return {"use_conv_bias": True, "use_bias": False}  # as llama.cpp has it
+    return {"use_conv_bias": meta.any_layer("ssm_conv1d.bias"), "use_bias": meta.any_layer("ssm_in.bias")}
 
 
 def _mamba2(meta: Meta) -> Config:
@@ -364,6 +372,8 @@ def _jamba(meta: Meta) -> Config:
         "mamba_expand": meta.need("ssm.inner_size") // max(1, meta.need("embedding_length")),
         "expert_layer_offset": first,
         "expert_layer_period": step,
+        "mamba_conv_bias": meta.any_layer("ssm_conv1d.bias"),
+        "mamba_proj_bias": meta.any_layer("ssm_in.bias"),
     }
     return found if sparse else found | {"num_experts": 1}
 
@@ -382,6 +392,7 @@ def _falcon_h1(meta: Meta) -> Config:
         "attention_bias": meta.any_layer("attn_q.bias"),
         "mlp_bias": meta.any_layer("ffn_up.bias"),
         "mamba_conv_bias": meta.any_layer("ssm_conv1d.bias"),
+        "mamba_proj_bias": meta.any_layer("ssm_in.bias"),
         **_rope(meta),
     }
 
@@ -399,6 +410,7 @@ def _nemotron(meta: Meta) -> Config:
         "mamba_head_dim": inner // max(1, heads),
         "layer_norm_epsilon": eps,
         "use_conv_bias": meta.any_layer("ssm_conv1d.bias"),
+        "use_bias": meta.any_layer("ssm_in.bias"),
         "attention_bias": meta.any_layer("attn_q.bias"),
         "mlp_bias": meta.any_layer("ffn_up.bias"),
     }
@@ -501,11 +513,13 @@ SHARED = (Field("expert_shared_feed_forward_length", "shared_expert_intermediate
 def _kimi(meta: Meta) -> Config:
     layers = list(enumerate(meta.heads_of_layers(), 1))
     rotated = meta.need("rope.dimension_count")
+    betas = (meta.tensors.get(f"blk.{i - 1}.ssm_beta.weight") for i, n in layers if not n)
+    heads = next((beta.shape[0] for beta in betas if beta is not None), meta.need("attention.head_count"))
     return {
         "linear_attn_config": {
             "kda_layers": [i for i, n in layers if not n],
             "full_attn_layers": [i for i, n in layers if n],
-            "num_heads": meta.need("attention.head_count"),
+            "num_heads": heads,
             "head_dim": meta.need("kda.head_dim"),
             "short_conv_kernel_size": meta.need("ssm.conv_kernel"),
         },
@@ -653,6 +667,7 @@ def config_of(container: Container) -> tuple[str, Config]:
         if field.name is not None and (value := meta.get(field.key, field.kind, field.default)) is not None:
             config[field.name] = value
     config["num_hidden_layers"] = meta.n_layers
+    meta.check_experts()
     config["vocab_size"] = meta.tensors["token_embd.weight"].shape[0]
     config["tie_word_embeddings"] = not meta.has("output.weight")
     return meta.arch, config | found.config(meta)

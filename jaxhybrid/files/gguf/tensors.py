@@ -10,7 +10,7 @@ import numpy as np
 from gguf import quants
 from gguf.constants import GGMLQuantizationType as Type
 
-from jaxhybrid.errors import CheckpointError
+from jaxhybrid.errors import CheckpointError, HparamsError
 from jaxhybrid.families import hparams_from_config, tensors_of
 from jaxhybrid.files.config import show
 from jaxhybrid.files.gguf.container import StoredTensor, open_container, read_rows
@@ -40,6 +40,10 @@ class GgufFiles:
         self.path = path
         self.container = open_container(path)
         self.arch, self.config = config_of(self.container)
+        try:
+            self.hparams = hparams_from_config(self.config)
+        except HparamsError as error:
+            raise CheckpointError(f"{path}: its metadata is of no use ({error}); convert it again") from error
         self._quantize = quantize
         self._places: dict[str, Place] = {}
         self._kept: set[str] = set()
@@ -47,7 +51,7 @@ class GgufFiles:
 
     def checked(self) -> GgufFiles:
         """This, with every tensor found; CheckpointError listing the first that is missing or misshaped."""
-        hp = hparams_from_config(self.config)
+        hp = self.hparams
         whole_heads = self.container.metadata.get(ROTATED) != "rotated"
         self._places = places(self.arch, hp, self.container.tensors, whole_heads)
         faults: dict[str, str] = {}
@@ -60,14 +64,7 @@ class GgufFiles:
             more = f" (and {len(others)} more)" if others else ""
             raise CheckpointError(f"{self.path}: {first}{more}; download it again, or convert it again")
         used = {part.name for place in self._places.values() for part in place.parts}
-        n_blocks = hp.n_layers
-
-        def known(name: str) -> bool:
-            block = re.match(r"blk\.(\d+)\.", name)
-            extra = block is not None and int(block[1]) >= n_blocks  # layers that predict further tokens
-            return extra or name.startswith("rope_") or name.endswith((".rope_freqs.weight",))
-
-        self._others = [name for name in self.container.tensors if name not in used and not known(name)]
+        self._others = [n for n in self.container.tensors if n not in used and not _is_known(n, hp.n_layers)]
         self._keep_blocks(hp)
         return self
 
@@ -192,6 +189,12 @@ class GgufFiles:
             if name.endswith(half) and name.removesuffix(half) in self._kept:
                 return name.removesuffix(half), half
         return (name, None) if name in self._places else (None, None)
+
+
+def _is_known(name: str, n_layers: int) -> bool:
+    """Tensors that hold no parameters, and layers that predict further tokens, which come last."""
+    block = re.match(r"blk\.(\d{1,9})\.", name)
+    return name.startswith("rope_") or block is not None and int(block[1]) >= n_layers
 
 
 def _targets(place: Place, first: int, count: int, n_rows: int) -> slice | np.ndarray:

@@ -10,6 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from gguf import GGUFWriter, quants
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, LlamaFileType
@@ -19,16 +20,17 @@ from jaxhybrid.families import hparams_from_config, tensors_of
 from jaxhybrid.files.config import atomic_path
 from jaxhybrid.files.gguf.container import open_container
 from jaxhybrid.files.gguf.layout import ROTATED, Change, Part, Place, places
-from jaxhybrid.files.gguf.metadata import ARCHITECTURES, config_of, rope_tensors
+from jaxhybrid.files.gguf.metadata import ARCHITECTURES, config_of, of, rope_tensors
 from jaxhybrid.files.gguf.vocabulary import tokenizer_metadata
 from jaxhybrid.files.mapping import split_parameter
-from jaxhybrid.hparams import AttentionHparams, Hparams, Mamba2Hparams
-from jaxhybrid.ops.quantized import dense
+from jaxhybrid.hparams import AttentionHparams, Hparams, Mamba1Hparams, Mamba2Hparams
+from jaxhybrid.ops.quantized import QuantizedMatrix, dense
 from jaxhybrid.ops.rope import inverse_frequencies
 from jaxhybrid.params import Params, flatten
 from jaxhybrid.text import Tokenizer
+from jaxhybrid.weights import format_name
 
-DTYPES = ("F32", "F16", "BF16", "Q8_0")
+DTYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0")
 _ARCH_OF = {
     "bamba": "granitehybrid", "falcon_h1": "falcon-h1", "falcon_mamba": "mamba", "gemma3_text": "gemma3",
     "granite": "granite", "granitemoehybrid": "granitehybrid", "jamba": "jamba", "kimi_linear": "kimi-linear",
@@ -43,24 +45,36 @@ _ALWAYS_F32 = re.compile(
 
 
 def write_gguf(
-    params: Params, path: str | Path, *, tokenizer: Tokenizer | None = None, dtype: str = "F32"
+    params: Params, path: str | Path, *, tokenizer: Tokenizer | None = None, dtype: str | None = None
 ) -> None:
     """Write a model as one file that llama.cpp and this package read: all of it or, on any error, nothing.
 
-    dtype: "F32", "F16", "BF16" or "Q8_0", of matrices; norms, decays, convolutions and routers are F32, and
-    rows that are no blocks of 32 are F16 in a Q8_0 file. Without a tokenizer the file runs on token ids only.
+    dtype: "F32", "F16", "BF16", "Q8_0" or "Q4_0", of matrices; norms, decays, convolutions and routers are F32,
+    and rows that are no blocks of 32 are F16 in a quantized file. None: that of the parameters (int8_block and
+    int4 become Q8_0 and Q4_0, bit for bit where the scales fit). Without a tokenizer the file runs on token ids
+    only.
     One tensor at a time is in memory beside the parameters. Raises CheckpointError where the format has no
     place for something the model has, naming it, or the file cannot be written; UsageError for another dtype.
     """
     path, hp = Path(path), params.hparams
+    dtype = _own_dtype(params) if dtype is None else dtype
     if dtype not in DTYPES:
         raise UsageError(f"dtype: {dtype!r} is not one of {', '.join(DTYPES)}")
     arch = architecture_of(hp)
+    if (field := _ignored(arch, hp)) is not None:
+        raise _no_place(path, arch, field)
     metadata = {f"{arch}.{key}": value for key, value in _metadata(arch, hp).items()}
     metadata |= {ROTATED: "rotated"} | tokenizer_metadata(tokenizer, hp.vocab_size, path)
     with atomic_path(path) as temporary:
         _write(temporary, arch, metadata, params, dtype)
         _check(temporary, path, hp)
+
+
+def _own_dtype(params: Params) -> str:
+    form = format_name(params)
+    if form is None:
+        return "BF16" if params.dtype == jnp.bfloat16 else "F32"
+    return "Q4_0" if form == "int4" else "Q8_0"
 
 
 def architecture_of(hp: Hparams) -> str:
@@ -75,6 +89,27 @@ def architecture_of(hp: Hparams) -> str:
     return "nemotron_h_moe" if arch == "nemotron_h" and has_experts else arch
 
 
+def _ignored(arch: str, hp: Hparams) -> str | None:
+    """What a file could say and llama.cpp would pass over, or not load."""
+    for i, layer in enumerate(hp.layers):
+        mixer = layer.recurrent
+        if isinstance(mixer, Mamba1Hparams | Mamba2Hparams):
+            if mixer.bias:
+                return f"recurrent.bias = True in layer {i}"
+            if not mixer.conv_bias and arch in ("mamba", "mamba2", "jamba"):
+                return f"recurrent.conv_bias = False in layer {i}"
+        if layer.moe is not None and arch == "lfm2moe" and layer.moe.multiplier != 1.0:
+            return f"moe.multiplier = {layer.moe.multiplier} in layer {i}"
+    if arch != "kimi-linear":
+        return None
+    heads = {of(part, "n_heads")(hp) for part in ("attention", "recurrent")}
+    return f"{sorted(heads)} heads of its two mixers" if len(heads) > 1 else None
+
+
+def _no_place(path: Path, arch: str, what: str) -> CheckpointError:
+    return CheckpointError(f"{path}: llama.cpp's {arch} has no place for {what} of this model; nothing was written")
+
+
 def _metadata(arch: str, hp: Hparams) -> dict[str, Any]:
     table = ARCHITECTURES[arch]
     found = {field.key: field.get(hp) for field in table.fields}
@@ -86,7 +121,7 @@ def _write(file: Path, arch: str, metadata: dict[str, Any], params: Params, dtyp
     writer = GGUFWriter(file, arch)
     writer.add_file_type({
         "F32": LlamaFileType.ALL_F32, "F16": LlamaFileType.MOSTLY_F16,
-        "BF16": LlamaFileType.MOSTLY_BF16, "Q8_0": LlamaFileType.MOSTLY_Q8_0,
+        "BF16": LlamaFileType.MOSTLY_BF16, "Q8_0": LlamaFileType.MOSTLY_Q8_0, "Q4_0": LlamaFileType.MOSTLY_Q4_0,
     }[dtype])  # fmt: skip
     writer.add_quantization_version(2)
     for key, value in metadata.items():
@@ -112,8 +147,7 @@ def _write(file: Path, arch: str, metadata: dict[str, Any], params: Params, dtyp
         writer.write_tensor_data(np.ascontiguousarray(vector, np.float32))
     ours = _Ours(params)
     for name, wanted in stored:
-        array = _assemble(wanted, ours)
-        writer.write_tensor_data(np.ascontiguousarray(quants.quantize(array, kinds[name])))
+        writer.write_tensor_data(_assemble(wanted, ours, kinds[name]))
     writer.close()
 
 
@@ -134,8 +168,11 @@ def _add(writer: GGUFWriter, key: str, value: Any) -> None:
 def _kind(name: str, shape: tuple[int, ...], dtype: str) -> GGMLQuantizationType:
     if len(shape) < 2 or _ALWAYS_F32.fullmatch(name):
         return GGMLQuantizationType.F32
-    return GGMLQuantizationType["F16" if dtype == "Q8_0" and shape[-1] % 32 else dtype]
+    return GGMLQuantizationType["F16" if dtype in _BLOCKS and shape[-1] % 32 else dtype]
 
+
+_BLOCKS = {"Q8_0": 34, "Q4_0": 18}
+"""Bytes of 32 weights: a float16 scale, then integers as `QuantizedMatrix` has them."""
 
 Wanted = list[tuple[str, Part, int, Place]]
 """What fills a stored tensor: our names, the parts, and where these begin among their places' stored rows."""
@@ -158,32 +195,57 @@ def _plan(arch: str, hp: Hparams) -> dict[str, Wanted]:
 
 
 class _Ours:
-    """Tensors by the names of the family's folder, float32, the last few parameters kept."""
+    """Tensors by the names of the family's folder, the last few parameters kept."""
 
     def __init__(self, params: Params) -> None:
         self._flat = flatten(params.tensors)
         self._sources = tensors_of(params.hparams)
         self._paths = {name: path for path, source in self._sources.items() for name in source.names}
-        self._split = lru_cache(maxsize=2)(self._split_parameter)
+        self._numbers = lru_cache(maxsize=2)(self._split_numbers)
+        self._blocks = lru_cache(maxsize=2)(self._split_blocks)
 
-    def __getitem__(self, name: str) -> np.ndarray:
-        return self._split(self._paths[name])[name]
+    def numbers(self, name: str) -> np.ndarray:
+        """float32, of our shape."""
+        return self._numbers(self._paths[name])[name]
 
-    def _split_parameter(self, path: str) -> dict[str, np.ndarray]:
+    def blocks(self, name: str, kind: GGMLQuantizationType) -> np.ndarray | None:
+        """uint8, with the bytes of blocks along the last axis, where these hold the very numbers."""
+        found = self._blocks(self._paths[name], kind.name) if kind.name in _BLOCKS else None
+        return None if found is None else found[name]
+
+    def _split_numbers(self, path: str) -> dict[str, np.ndarray]:
         array = np.asarray(dense(self._flat[path])).astype(np.float32)
         return split_parameter(array, self._sources[path])
 
+    def _split_blocks(self, path: str, kind: str) -> dict[str, np.ndarray] | None:
+        leaf = self._flat[path]
+        if not isinstance(leaf, QuantizedMatrix) or leaf.by_channel or leaf.packed != (kind == "Q4_0"):
+            return None
+        scales, values = np.asarray(leaf.scales), np.asarray(leaf.values)
+        short = scales.astype(np.float16)
+        if not np.array_equal(short.astype(np.float32), scales):
+            return None
+        integers = values.view(np.uint8).reshape(*scales.shape, -1)
+        array = np.concatenate([short[..., None].view(np.uint8), integers], axis=-1)
+        source, size = self._sources[path], _BLOCKS[kind]
+        shapes = tuple((*shape[:-1], shape[-1] // 32 * size) for shape in source.shapes)
+        return split_parameter(array, dataclasses.replace(source, shapes=shapes))
 
-def _assemble(wanted: Wanted, ours: _Ours) -> np.ndarray:
-    """One stored tensor, float32."""
+
+def _assemble(wanted: Wanted, ours: _Ours, kind: GGMLQuantizationType) -> np.ndarray:
+    """One stored tensor as it is written."""
     shape = wanted[0][1].shape
-    out = np.empty(shape, np.float32)
-    rows = out.reshape(-1, shape[-1])
-    for name, part, begin, place in wanted:
-        array = ours[name]
+    blocks = [ours.blocks(name, kind) if place.is_whole_rows else None for name, _, _, place in wanted]
+    whole = all(block is not None for block in blocks)
+    per_row = shape[-1] // 32 * _BLOCKS[kind.name] if whole else shape[-1]
+    out = np.empty((*shape[:-1], per_row), np.uint8 if whole else np.float32)
+    rows = out.reshape(-1, per_row)
+    for block, (name, part, begin, place) in zip(blocks, wanted, strict=True):
+        array = block if whole and block is not None else ours.numbers(name)
         if place.change is not None:
             array = place.change.apply(array).astype(np.float32)
-        array = array.reshape(-1, place.n_columns)
+        columns = per_row if whole else place.n_columns
+        array = array.reshape(-1, columns)
         if place.columns is not None:
             array = _inverse(array.T, place.columns).T
         if place.rows is not None:
@@ -191,10 +253,11 @@ def _assemble(wanted: Wanted, ours: _Ours) -> np.ndarray:
         if part.swapped:
             heads, inner, n = part.shape
             piece = array[begin : begin + heads * n].reshape(heads, n, inner).swapaxes(1, 2)
-        else:
-            piece = array[begin : begin + part.count * shape[-1] // place.n_columns]
-        rows[part.first : part.first + (len(rows) if part.swapped else part.count)] = piece.reshape(-1, shape[-1])
-    return out
+            rows[...] = piece.reshape(-1, n)
+            continue
+        piece = array[begin : begin + part.count * per_row // columns]
+        rows[part.first : part.first + part.count] = piece.reshape(-1, per_row)
+    return out if whole else np.ascontiguousarray(quants.quantize(out, kind))
 
 
 def _inverse_rows(array: np.ndarray, place: Place) -> np.ndarray:
@@ -216,9 +279,7 @@ def _check(file: Path, path: Path, hp: Hparams) -> None:
     _, config = config_of(open_container(file))
     again = hparams_from_config(config)
     if (field := _difference(_plain(hp), _plain(again))) is not None:
-        raise CheckpointError(
-            f"{path}: llama.cpp's {_ARCH_OF[hp.family]} has no place for {field} of this model; nothing was written"
-        )
+        raise _no_place(path, _ARCH_OF[hp.family], field)
 
 
 def _plain(hp: Hparams) -> Hparams:
