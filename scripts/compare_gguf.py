@@ -137,7 +137,9 @@ def compare(theirs: dict[str, Any], ours: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model", type=Path)
     parser.add_argument("--text", type=Path, required=True, help="a text of at least --tokens tokens")
     parser.add_argument("--new", type=int, default=64, help="tokens to continue each prompt by")

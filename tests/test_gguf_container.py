@@ -106,7 +106,7 @@ def test_a_damaged_header_is_one_clear_line(name, tmp_path):
 
 def test_every_cut_is_noticed(folder, tmp_path):
     data, path = whole(folder), tmp_path / "model.gguf"
-    for n in [*range(0, 400, 7), *range(400, len(data), 997), len(data) - 33]:
+    for n in [*range(0, 400, 7), *range(400, len(data), 9973), len(data) - 33]:
         path.write_bytes(data[:n])
         with pytest.raises(CheckpointError):
             open_container(path)
@@ -159,14 +159,12 @@ def mutations():
 
 def examples() -> int:
     """JAXHYBRID_NIGHTLY asks for many."""
-    return 20_000 if os.environ.get("JAXHYBRID_NIGHTLY") else 150
+    return 20_000 if os.environ.get("JAXHYBRID_NIGHTLY") else 80
 
 
 @given(mutations(), st.one_of(st.none(), st.integers(0, 200_000)))
 @example([(0, b"GGUF")], None)
-@settings(
-    max_examples=examples(), deadline=2000, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=examples(), deadline=2000, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_bytes_of_strangers_give_a_model_or_one_line(folder, changes, length):
     data = bytearray(whole(folder))
     for place, value in changes:

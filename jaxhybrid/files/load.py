@@ -139,9 +139,7 @@ def _read_quantized(
     return matrix, _all_finite(scales)
 
 
-def _weights_dtype(
-    files: Tensors, mapping: Mapping, kept: quantized.Stored | None, dtype: Any
-) -> jnp.dtype:
+def _weights_dtype(files: Tensors, mapping: Mapping, kept: quantized.Stored | None, dtype: Any) -> jnp.dtype:
     if dtype is not None:
         return jnp.dtype(dtype)
     if kept is not None:

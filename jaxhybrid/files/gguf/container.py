@@ -72,7 +72,9 @@ def open_container(path: Path) -> Container:
         return first
     named = re.fullmatch(r"(.+)-(\d{5})-of-(\d{5})\.gguf", path.name)
     if named is None or int(named[3]) != count:
-        raise CheckpointError(f"{path}: is one of {count} files but not named so; name it as it was published")
+        raise CheckpointError(
+            f"{path}: is one of {count} files but not named so; name it as it was published"
+        )
     files = []
     for number in range(1, count + 1):  # the name holds five digits
         file = path.with_name(f"{named[1]}-{number:05d}-of-{count:05d}.gguf")
@@ -232,7 +234,11 @@ class _Header:
 
 
 def read_rows(
-    tensor: StoredTensor, first: int, count: int, take: Callable[[int, np.ndarray], None], at_once: int = 1 << 22
+    tensor: StoredTensor,
+    first: int,
+    count: int,
+    take: Callable[[int, np.ndarray], None],
+    at_once: int = 1 << 22,
 ) -> None:
     """Calls take(row, bytes uint8 [rows, row bytes]) for `count` innermost rows, about `at_once` bytes each time.
 
@@ -257,7 +263,9 @@ def read_rows(
                 while rest:
                     got = file.readinto(rest)
                     if not got:
-                        raise CheckpointError(f"{tensor.file}: ends inside tensor {show(tensor.name)}; {AGAIN}")
+                        raise CheckpointError(
+                            f"{tensor.file}: ends inside tensor {show(tensor.name)}; {AGAIN}"
+                        )
                     rest = rest[got:]
                 take(first + done, rows)
     except OSError as error:

@@ -105,7 +105,9 @@ def places(
     for source in tensors_of(hp).values():
         for name, shape in zip(source.names, source.shapes, strict=True):
             if most is not None and math.prod(shape) > most:
-                raise CheckpointError(f"tensor {name} of shape {shape} is larger than the whole file; {AGAIN}")
+                raise CheckpointError(
+                    f"tensor {name} of shape {shape} is larger than the whole file; {AGAIN}"
+                )
             found[name] = _Rules(arch, hp, stored or {}, whole_heads).place(name, shape, names)
     return found
 

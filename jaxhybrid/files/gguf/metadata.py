@@ -43,7 +43,9 @@ class Meta:
         self.path, self._all, self.tensors = container.path, container.metadata, container.tensors
         arch = self._all.get("general.architecture")
         if not isinstance(arch, str):
-            raise CheckpointError(f"{self.path}: general.architecture is missing; use a file that llama.cpp made")
+            raise CheckpointError(
+                f"{self.path}: general.architecture is missing; use a file that llama.cpp made"
+            )
         self.arch = arch
 
     def get(self, key: str, kind: type = int, default: Any = None) -> Any:
@@ -64,7 +66,9 @@ class Meta:
     def need(self, key: str, kind: type = int) -> Any:
         value = self.get(key, kind)
         if value is None:
-            raise CheckpointError(f"{self.path}: {self.arch}.{key} is missing from the metadata; convert it again")
+            raise CheckpointError(
+                f"{self.path}: {self.arch}.{key} is missing from the metadata; convert it again"
+            )
         return value
 
     def each(self, key: str, n: int, default: Any = None) -> list[Any]:
@@ -90,7 +94,9 @@ class Meta:
         """Names are made for each expert, so that their number must be that of matrices in the file."""
         most = max((t.shape[0] for t in self.tensors.values() if len(t.shape) == 3), default=0)
         if (n := self.get("expert_count", default=0)) > most:
-            raise CheckpointError(f"{self.path}: {self.arch}.expert_count is {n}, the tensors hold {most}; {AGAIN}")
+            raise CheckpointError(
+                f"{self.path}: {self.arch}.expert_count is {n}, the tensors hold {most}; {AGAIN}"
+            )
 
     def has(self, name: str) -> bool:
         return name in self.tensors
@@ -99,7 +105,9 @@ class Meta:
         return any(f"blk.{i}.{name}" in self.tensors for i in range(self.n_layers))
 
     def heads_of_layers(self) -> list[int]:
-        return self.each("attention.head_count_kv", self.n_layers, self.get("attention.head_count", default=0))
+        return self.each(
+            "attention.head_count_kv", self.n_layers, self.get("attention.head_count", default=0)
+        )
 
     def head_dim(self) -> int:
         heads = max(1, self.get("attention.head_count", default=1))
@@ -109,7 +117,9 @@ class Meta:
         """The numbers of a small tensor."""
         stored = self.tensors[name]
         if stored.type.name != "F32" or len(stored.shape) != 1 or stored.shape[0] > 1 << 16:
-            raise CheckpointError(f"{self.path}: tensor {name} is not a short vector of F32; convert it again")
+            raise CheckpointError(
+                f"{self.path}: tensor {name} is not a short vector of F32; convert it again"
+            )
         found: list[float] = []
         read_rows(stored, 0, 1, lambda _, data: found.extend(data.view(np.float32)[0].tolist()))
         return found
@@ -404,7 +414,9 @@ def _nemotron(meta: Meta) -> Config:
         for i, (kv, ff) in enumerate(zip(meta.heads_of_layers(), widths, strict=True))
     ]
     heads, inner = meta.need("ssm.time_step_rank"), meta.need("ssm.inner_size")
-    eps = meta.get("attention.layer_norm_rms_epsilon", float) or meta.need("attention.layer_norm_epsilon", float)
+    eps = meta.get("attention.layer_norm_rms_epsilon", float) or meta.need(
+        "attention.layer_norm_epsilon", float
+    )
     return {
         "hybrid_override_pattern": "".join(kinds),
         "mamba_head_dim": inner // max(1, heads),
@@ -532,7 +544,9 @@ def _kimi_metadata(hp: Hparams) -> Config:
     mla, delta, moe = (_first(part) for part in (hp.attention, hp.recurrent, hp.moe))
     n_dense = sum(layer.moe is None for layer in hp.layers)
     dense = next((layer.mlp.d_ff for layer in hp.layers if layer.moe is None and layer.mlp is not None), 0)
-    shared = next((layer.mlp.d_ff for layer in hp.layers if layer.moe is not None and layer.mlp is not None), 0)
+    shared = next(
+        (layer.mlp.d_ff for layer in hp.layers if layer.moe is not None and layer.mlp is not None), 0
+    )
     return {
         "attention.head_count_kv": [int(hp.is_attention_layer(i)) for i in range(hp.n_layers)],
         "attention.key_length": mla.kv_rank + mla.rope_dim,
@@ -553,7 +567,11 @@ LATENT = (
     Field("attention.value_length_mla", "v_head_dim", of("attention", "value_dim")),
 )
 _MAMBA2_OF_GRANITE = ssm(
-    kernel="mamba_d_conv", state="mamba_d_state", inner="mamba_d_ssm", heads="mamba_n_heads", groups="mamba_n_groups"
+    kernel="mamba_d_conv",
+    state="mamba_d_state",
+    inner="mamba_d_ssm",
+    heads="mamba_n_heads",
+    groups="mamba_n_groups",
 )
 _NEMOTRON = Architecture(
     "nemotron_h",
@@ -661,7 +679,9 @@ def config_of(container: Container) -> tuple[str, Config]:
     meta = Meta(container)
     found = architecture(meta.arch, meta.path)
     if not meta.has("token_embd.weight"):
-        raise CheckpointError(f"{meta.path}: tensor token_embd.weight is missing; use a file that holds a model")
+        raise CheckpointError(
+            f"{meta.path}: tensor token_embd.weight is missing; use a file that holds a model"
+        )
     config: Config = {"model_type": found.family if isinstance(found.family, str) else found.family(meta)}
     for field in found.fields:
         if field.name is not None and (value := meta.get(field.key, field.kind, field.default)) is not None:

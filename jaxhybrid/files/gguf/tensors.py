@@ -172,13 +172,17 @@ class GgufFiles:
         per = max(1, stored.shape[-1] // width)
 
         def take(row: int, data: np.ndarray) -> None:
-            values = _half(data, stored.type, half) if half else _numbers(data, stored.type).reshape(-1, width)
+            values = (
+                _half(data, stored.type, half) if half else _numbers(data, stored.type).reshape(-1, width)
+            )
             if place.columns is not None:
                 values = values[:, place.columns]
             first = (row - part.first) * per
-            at = slice(where.start + first, where.start + first + len(values)) if isinstance(
-                where, slice
-            ) else where[first : first + len(values)]
+            at = (
+                slice(where.start + first, where.start + first + len(values))
+                if isinstance(where, slice)
+                else where[first : first + len(values)]
+            )
             out[at] = values
 
         read_rows(stored, part.first, part.count, take)

@@ -37,12 +37,15 @@ _QWEN2 = _SHORT + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + _REST
 _NOT_HAN = _CASED_SHORT.replace(r"\p{M}]", r"\p{M}&&[^\p{Han}]]")
 
 SPLITS: dict[tuple[str, ...], tuple[str, ...]] = {
-    ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "lfm2", "dbrx", "smaug-bpe"): (_LLAMA3,),
+    ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "lfm2", "dbrx", "smaug-bpe"): (
+        _LLAMA3,
+    ),
     ("gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "granite-docling", "exaone4"): (_GPT2,),
     ("smollm", "refact", "starcoder", "command-r", "codeshell", "exaone", "minerva-7b"): (r"\p{N}", _GPT2),
     ("qwen2", "deepseek-r1-qwen", "stablelm2", "megrez", "hunyuan", "solar-open", "grok-2"): (_QWEN2,),
     ("qwen35",): (
-        _SHORT + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+        _SHORT
+        + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
     ),
     ("tekken",): (_CASED + r"|\p{N}" + _SLASHED,),
     ("gpt-4o", "llama4", "minimax-m2"): (_CASED_SHORT + r"|\p{N}{1,3}" + _SLASHED,),
@@ -121,7 +124,9 @@ class _Reader:
         splits = next((split for names, split in SPLITS.items() if name in names), None)
         if splits is None:
             known = ", ".join(sorted(n for names in SPLITS for n in names))
-            raise self.fail(f"its way of splitting text, {show(name)}, is not known, only {known}", "give token ids")
+            raise self.fail(
+                f"its way of splitting text, {show(name)}, is not known, only {known}", "give token ids"
+            )
         merges = self.get("merges", list)
         if merges is None:
             raise self.fail("its tokenizer has no merges")

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxhybrid.errors import CheckpointError
+from jaxhybrid.files.config import show
 from jaxhybrid.files.gguf.tokenizer import (
     BYTE,
     CONTROL,
@@ -16,7 +17,6 @@ from jaxhybrid.files.gguf.tokenizer import (
     UNUSED,
     USER_DEFINED,
 )
-from jaxhybrid.files.config import show
 from jaxhybrid.text import Tokenizer
 
 
@@ -74,8 +74,10 @@ def _split_name(pre: Any, path: Path) -> str:
     splits: list[str] = []
     for part in parts:
         match part["type"]:
-            case "Split" if part["behavior"] in ("Isolated", "Removed") and not part["invert"] or (
-                part["behavior"] == "Removed" and part["invert"]
+            case "Split" if (
+                part["behavior"] in ("Isolated", "Removed")
+                and not part["invert"]
+                or (part["behavior"] == "Removed" and part["invert"])
             ):
                 splits.append(part["pattern"].get("Regex", ""))
             case "Digits" if part["individual_digits"]:
@@ -103,8 +105,10 @@ def _special(tokenizer: Tokenizer) -> dict[str, Any]:
     found: dict[str, Any] = {f"tokenizer.ggml.{name}_token_id": i for name, i in ids.items() if i is not None}
     around = tokenizer.encode("")
     found["tokenizer.ggml.add_bos_token"] = tokenizer.bos_id is not None and tokenizer.bos_id in around[:1]
-    found["tokenizer.ggml.add_eos_token"] = first is not None and first in around[-1:] and len(around) > (
-        1 if found["tokenizer.ggml.add_bos_token"] else 0
+    found["tokenizer.ggml.add_eos_token"] = (
+        first is not None
+        and first in around[-1:]
+        and len(around) > (1 if found["tokenizer.ggml.add_bos_token"] else 0)
     )
     return found
 
@@ -117,4 +121,6 @@ def _templates(tokenizer: Tokenizer) -> dict[str, str]:
 
 
 def _fail(path: Path, what: str) -> CheckpointError:
-    return CheckpointError(f"{path}: GGUF files have no place for {what}; write the model without its tokenizer")
+    return CheckpointError(
+        f"{path}: GGUF files have no place for {what}; write the model without its tokenizer"
+    )

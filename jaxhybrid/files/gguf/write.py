@@ -107,7 +107,9 @@ def _ignored(arch: str, hp: Hparams) -> str | None:
 
 
 def _no_place(path: Path, arch: str, what: str) -> CheckpointError:
-    return CheckpointError(f"{path}: llama.cpp's {arch} has no place for {what} of this model; nothing was written")
+    return CheckpointError(
+        f"{path}: llama.cpp's {arch} has no place for {what} of this model; nothing was written"
+    )
 
 
 def _metadata(arch: str, hp: Hparams) -> dict[str, Any]:
@@ -290,10 +292,17 @@ def _plain(hp: Hparams) -> Hparams:
             return a
         rope = a.rope
         if rope is not None and rope.scaling == "llama3":
-            slower = inverse_frequencies(dataclasses.replace(rope, scaling="default")) / inverse_frequencies(rope)
+            slower = inverse_frequencies(dataclasses.replace(rope, scaling="default")) / inverse_frequencies(
+                rope
+            )
             factors = tuple(slower.tolist())
             rope = type(rope)(
-                rope.dim, rope.theta, "longrope", short_factors=factors, long_factors=factors, original_context=0
+                rope.dim,
+                rope.theta,
+                "longrope",
+                short_factors=factors,
+                long_factors=factors,
+                original_context=0,
             )
         elif rope is not None and rope.scaling == "longrope":
             same = rope.short_factors == rope.long_factors
@@ -316,7 +325,9 @@ def _plain(hp: Hparams) -> Hparams:
     one = {"in_multiplier": 1.0, "out_multiplier": 1.0, "multipliers": None}
     return dataclasses.replace(
         plain,
-        recurrent=_map(hp.recurrent, lambda r: dataclasses.replace(r, **one) if isinstance(r, Mamba2Hparams) else r),
+        recurrent=_map(
+            hp.recurrent, lambda r: dataclasses.replace(r, **one) if isinstance(r, Mamba2Hparams) else r
+        ),
         mlp=_map(hp.mlp, lambda m: dataclasses.replace(m, gate_multiplier=1.0, out_multiplier=1.0)),
         embedding_multiplier=1.0,
         logits_multiplier=1.0,
