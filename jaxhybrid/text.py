@@ -47,8 +47,9 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: str | Path) -> "Tokenizer":
-        """Reads what a .gguf file holds, or tokenizer.json and, where there, tokenizer_config.json, special_tokens_map.json,
-        generation_config.json, config.json, chat_template.jinja and chat_template.json.
+        """Reads what a .gguf file holds, or tokenizer.json and, where there, tokenizer_config.json,
+        special_tokens_map.json, generation_config.json, config.json, chat_template.jinja and
+        chat_template.json.
 
         Raises TokenizerError that names the file and the remedy.
         """

@@ -2,10 +2,10 @@
 
     python scripts/compare_gguf.py MODEL.gguf --text TEXTFILE
 
-Needs llama-cpp-python, which runs the file re-quantized to float32 (written beside it, unless it is there), so
-that both sides multiply the same numbers: llama.cpp rounds activations where weights are quantized. Greedy text
-is compared token by token over ten prompts; where two differ, the gap between the two best logits is printed.
-Perplexity is over windows of the text, each from an empty cache. Prints one JSON object.
+Needs llama-cpp-python, which runs the file re-quantized to float32 (written beside it, unless it is there),
+so that both sides multiply the same numbers: llama.cpp rounds activations where weights are quantized. Greedy
+text is compared token by token over ten prompts; where two differ, the gap between the two best logits is
+printed. Perplexity is over windows of the text, each from an empty cache. Prints one JSON object.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ NEAR_TIE = 1e-2
 
 def in_llama_cpp(model: Path, text: Path, n_new: int, n_text: int, window: int) -> dict[str, Any]:
     """Greedy tokens with the gaps of their logits, and the log probabilities of the text's tokens."""
-    import llama_cpp
+    import llama_cpp  # pyright: ignore[reportMissingImports]
 
     llm = llama_cpp.Llama(str(model), n_ctx=window, n_batch=window, logits_all=True, verbose=False)
     greedy = []
@@ -98,7 +98,7 @@ def nll(logits: np.ndarray, ids: list[int]) -> list[float]:
 
 
 def to_float32(model: Path, path: Path) -> None:
-    import llama_cpp
+    import llama_cpp  # pyright: ignore[reportMissingImports]
 
     params = llama_cpp.llama_model_quantize_default_params()
     params.ftype, params.allow_requantize = llama_cpp.LLAMA_FTYPE_ALL_F32, True

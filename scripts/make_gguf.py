@@ -18,8 +18,8 @@ from typing import Any
 
 TESTS = Path(__file__).parent.parent / "tests"
 MODELS = (
-    "bamba", "falcon_h1", "falcon_h1_rms", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear", "lfm2_moe",
-    "llama3_rope", "mamba2", "nemotron_h_latent", "qwen3", "qwen3_5_moe_text", "qwen3_5_text",
+    "bamba", "falcon_h1", "falcon_h1_rms", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear",
+    "lfm2_moe", "llama3_rope", "mamba2", "nemotron_h_latent", "qwen3", "qwen3_5_moe_text", "qwen3_5_text",
 )  # fmt: skip
 
 
@@ -37,9 +37,9 @@ def adapted(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def convert(name: str, folder: Path, out: Path) -> None:
-    import conversion  # type: ignore[import-not-found]
+    import conversion  # pyright: ignore[reportMissingImports]
     import gguf
-    import torch
+    import torch  # pyright: ignore[reportMissingImports]
 
     shutil.copytree(TESTS / "golden" / name, folder)
     config = adapted(json.loads((folder / "config.json").read_text()))

@@ -1,4 +1,4 @@
-"""GGUF files: llama.cpp's own are read as the folder they were made from, ours are read back, and refusals."""
+"""GGUF files: llama.cpp's are read as the folders they came from, ours are read back; refusals."""
 
 import dataclasses
 import shutil
@@ -104,8 +104,9 @@ def test_multipliers_that_a_file_has_folded_into_its_weights(name):
 
 WRITTEN = [
     "bamba", "falcon_mamba", "gemma3_text", "granite", "granitemoehybrid", "granitemoehybrid_dense", "jamba",
-    "kimi_linear", "lfm2", "lfm2_moe", "linear_rope", "llama", "llama3_rope", "longrope_rope", "mamba", "mamba2",
-    "nemotron_h", "nemotron_h_latent", "nemotron_h_moe", "qwen3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next",
+    "kimi_linear", "lfm2", "lfm2_moe", "linear_rope", "llama", "llama3_rope", "longrope_rope", "mamba",
+    "mamba2", "nemotron_h", "nemotron_h_latent", "nemotron_h_moe", "qwen3", "qwen3_5_moe_text",
+    "qwen3_5_text", "qwen3_next",
 ]  # fmt: skip
 
 
@@ -220,8 +221,8 @@ def test_other_types_are_quantized_as_asked(tmp_path):
 
 
 KINDS = [
-    Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.Q8_0, Type.Q2_K, Type.Q3_K, Type.Q4_K, Type.Q5_K, Type.Q6_K,
-    Type.IQ4_NL,
+    Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.Q8_0, Type.Q2_K, Type.Q3_K, Type.Q4_K, Type.Q5_K,
+    Type.Q6_K, Type.IQ4_NL,
 ]  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Headers of GGUF files from strangers: one clear line, whatever the bytes are, and no more memory than the file."""
+"""GGUF files from strangers: one clear line, whatever the bytes are, and memory in proportion to the file."""
 
 import os
 import struct
@@ -85,7 +85,8 @@ FAULTS = {
     ),
     "no architecture": (header(), "general.architecture is missing"),
     "architecture": (
-        header(text("general.architecture") + struct.pack("<I", STRING) + text("rwkv\n" * 99)), "is not supported",
+        header(text("general.architecture") + struct.pack("<I", STRING) + text("rwkv\n" * 99)),
+        "is not supported",
     ),
     "no model": (
         header(text("general.architecture") + struct.pack("<I", STRING) + text("llama")), "token_embd.weight",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -42,7 +41,7 @@ class ModelFiles:
 
     def __init__(self, path: Path, quantize: str | None = None) -> None:
         self.path = path
-        self.config: Mapping[str, Any]
+        self.config: dict[str, Any]
         if is_gguf(path):
             self._gguf = gguf_part("tensors").GgufFiles(path, quantize)
             self.config = self._gguf.config

@@ -24,7 +24,8 @@ from jaxhybrid.files.config import show, unreadable
 from jaxhybrid.files.header import AGAIN
 
 _SCALARS = {
-    0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8",
+    0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?",
+    10: "<u8", 11: "<i8", 12: "<f8",
 }  # fmt: skip
 _STRING, _ARRAY = 8, 9
 _LONGEST_NAME, _MOST_DIMS = 1 << 16, 4
@@ -240,7 +241,7 @@ def read_rows(
     take: Callable[[int, np.ndarray], None],
     at_once: int = 1 << 22,
 ) -> None:
-    """Calls take(row, bytes uint8 [rows, row bytes]) for `count` innermost rows, about `at_once` bytes each time.
+    """Calls take(row, bytes uint8 [rows, row bytes]) for `count` innermost rows, `at_once` bytes each time.
 
     A buffer of that size is all the memory it needs, whatever the tensor; it is used again, so `take` keeps
     nothing of it. CheckpointError when the file changed since its header was read.

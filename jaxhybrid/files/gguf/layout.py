@@ -41,8 +41,8 @@ class Part:
 
 @dataclass(frozen=True)
 class Change:
-    """What was done to the values: exp (stored is sign times exp of ours), plus (stored is ours plus a number) or times
-    (stored is ours times a number, or one for each row)."""
+    """What was done to our values: stored is `by` times their exp ("exp"), `by` more ("plus"), or `by` times
+    them ("times"; a number, or one for each row)."""
 
     kind: str
     by: float | np.ndarray = 1.0
@@ -79,7 +79,7 @@ class Place:
 
     @property
     def n_columns(self) -> int:
-        """Of the rows that move as wholes: what lies below the first axis, the last axis in a stack of matrices."""
+        """Of the rows that move as wholes: the last axis, 1 in a vector."""
         return 1 if len(self.shape) == 1 else self.shape[-1]
 
     @cached_property
@@ -93,8 +93,8 @@ def places(
 ) -> dict[str, Place]:
     """The place of every tensor that the family of `hp` reads; `stored`: names in the file, where one exists.
 
-    whole_heads: where pairs were made neighbours, they were made so over the whole head though only a part is
-    rotated. llama.cpp's script does that (Bamba), and its program then rotates other pairs than the model did.
+    whole_heads: pairs were made neighbours over the whole head even where only a part of it is rotated.
+    llama.cpp's script does that (Bamba), and its program then rotates other pairs than the model did.
     """
     number = next((key for key, name in MODEL_ARCH_NAMES.items() if name == arch), None)
     if number is None:
@@ -117,7 +117,7 @@ _EXPERTS = {
     "gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down",
 }  # fmt: skip
 ROTATED = "jaxhybrid.neighbours"
-"""An entry of this package's files: pairs are neighbours within the rotated part of a head only ("rotated")."""
+"""An entry of this package's files, "rotated": pairs are neighbours in the rotated part of a head only."""
 _PERMUTED = ("llama", "granite", "granitehybrid", "nemotron_h", "nemotron_h_moe")
 """Architectures whose rotated pairs are neighbours, not halves (also where nothing is rotated)."""
 _TILED = ("qwen35", "qwen35moe")
@@ -191,7 +191,7 @@ class _Rules:
         return Part(name, (moe.n_experts, *shape), e * shape[0], shape[0])
 
     def latent(self, blk: str, layer: int | None) -> tuple[tuple[Part, ...], Order]:
-        """Keys (each head's matrix transposed) and values of latent attention apart; ours has them head by head."""
+        """Keys (each head's matrix transposed) and values apart; ours has them head by head."""
         hp = self.hp.layers[layer or 0].attention
         assert isinstance(hp, MlaHparams)
         heads, nope, value = hp.n_heads, hp.nope_dim, hp.value_dim
@@ -274,7 +274,7 @@ class _Rules:
         if kind == "in_proj":
             group = ssm.n_groups * ssm.state_size
             widths = (ssm.d_inner, ssm.d_inner, group, group, ssm.n_heads)
-            each = np.repeat(np.float32(ssm.multipliers or (1.0,) * 5), widths)[:, None]
+            each = np.repeat(np.asarray(ssm.multipliers or (1.0,) * 5, np.float32), widths)[:, None]
             factors["in_proj"] = ssm.in_multiplier * each
         by = factors.get(kind, 1.0)
         return None if np.all(np.asarray(by) == 1.0) else Change("times", by)

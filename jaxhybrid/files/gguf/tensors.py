@@ -188,7 +188,7 @@ class GgufFiles:
         read_rows(stored, part.first, part.count, take)
 
     def _split(self, name: str) -> tuple[str | None, str | None]:
-        """Our name of a tensor and which half of its quantized form is meant; no name for one nothing uses."""
+        """Our name of a tensor and the half of its quantized form that is meant; None for what is unused."""
         for half in (VALUES, SCALES):
             if name.endswith(half) and name.removesuffix(half) in self._kept:
                 return name.removesuffix(half), half
@@ -223,7 +223,7 @@ def _numbers(data: np.ndarray, kind: Type) -> np.ndarray:
 
 
 def _half(data: np.ndarray, kind: Type, half: str) -> np.ndarray:
-    """Integers or scales of rows of Q8_0 (a float16 scale, 32 bytes) or Q4_0 (a scale, 16 bytes of halves)."""
+    """Integers or scales of rows of blocks: a float16 scale, then 32 bytes (Q8_0) or 16 of halves (Q4_0)."""
     blocks = data.reshape(len(data), -1, 34 if kind == Type.Q8_0 else 18)
     if half == SCALES:
         return np.ascontiguousarray(blocks[..., :2]).view(np.float16)[..., 0].astype(np.float32)

@@ -51,17 +51,19 @@ SPLITS: dict[tuple[str, ...], tuple[str, ...]] = {
     ("gpt-4o", "llama4", "minimax-m2"): (_CASED_SHORT + r"|\p{N}{1,3}" + _SLASHED,),
     ("kimi-k2",): (r"[\p{Han}]+|" + _NOT_HAN + r"|\p{N}{1,3}" + _REST,),
     ("bailingmoe", "bailingmoe2"): (
-        r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",
+        r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+        r"|\s*[\r\n]|\s+(?!\S)|\s+",
     ),
     ("default",): (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]"),
 }
-"""How text is split before merging, each expression within the pieces of the one before, by names in files."""
+"""How text is split before merging, by names in files: each expression in the pieces of the one before."""
 
 _WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "lfm2", "tekken")
 """Splits whose words are looked up whole before they are merged, and which begin texts with BOS."""
 
 _ENDS = (
-    "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>",
+    "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<|endoftext|>",
+    "<|eom_id|>",
     "<EOT>", "<|end_of_text|>", "<end_of_utterance>", "[EOS]", "[EOT]", "</s>",
 )  # fmt: skip
 """Control tokens that end a turn or a text in llama.cpp whatever the metadata says."""

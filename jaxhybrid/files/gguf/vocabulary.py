@@ -31,7 +31,8 @@ def tokenizer_metadata(tokenizer: Tokenizer | None, vocab_size: int, path: Path)
     texts = {i: text for text, i in tokenizer.backend.get_vocab().items()}
     if max(texts, default=-1) >= vocab_size:
         raise CheckpointError(
-            f"{path}: the tokenizer has token {max(texts)}, the model {vocab_size} tokens; they do not belong together"
+            f"{path}: the tokenizer has token {max(texts)}, the model {vocab_size} tokens; "
+            "they do not belong together"
         )
     added = {entry["id"]: entry for entry in described["added_tokens"]}
     merges = [tuple(m.split(" ", 1)) if isinstance(m, str) else tuple(m) for m in model["merges"]]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -16,16 +15,16 @@ from gguf import GGUFWriter, quants
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, LlamaFileType
 
 from jaxhybrid.errors import CheckpointError, UsageError
-from jaxhybrid.families import hparams_from_config, tensors_of
+from jaxhybrid.families import tensors_of
 from jaxhybrid.files.config import atomic_path
-from jaxhybrid.files.gguf.container import open_container
+from jaxhybrid.files.gguf.faithful import check_heard, check_written
 from jaxhybrid.files.gguf.layout import ROTATED, Change, Part, Place, places
-from jaxhybrid.files.gguf.metadata import ARCHITECTURES, config_of, of, rope_tensors
+from jaxhybrid.files.gguf.metadata import metadata_of
+from jaxhybrid.files.gguf.rope import rope_tensors
 from jaxhybrid.files.gguf.vocabulary import tokenizer_metadata
 from jaxhybrid.files.mapping import split_parameter
-from jaxhybrid.hparams import AttentionHparams, Hparams, Mamba1Hparams, Mamba2Hparams
+from jaxhybrid.hparams import Hparams
 from jaxhybrid.ops.quantized import QuantizedMatrix, dense
-from jaxhybrid.ops.rope import inverse_frequencies
 from jaxhybrid.params import Params, flatten
 from jaxhybrid.text import Tokenizer
 from jaxhybrid.weights import format_name
@@ -49,10 +48,10 @@ def write_gguf(
 ) -> None:
     """Write a model as one file that llama.cpp and this package read: all of it or, on any error, nothing.
 
-    dtype: "F32", "F16", "BF16", "Q8_0" or "Q4_0", of matrices; norms, decays, convolutions and routers are F32,
-    and rows that are no blocks of 32 are F16 in a quantized file. None: that of the parameters (int8_block and
-    int4 become Q8_0 and Q4_0, bit for bit where the scales fit). Without a tokenizer the file runs on token ids
-    only.
+    dtype: "F32", "F16", "BF16", "Q8_0" or "Q4_0", of matrices; norms, decays, convolutions and routers are
+    F32, and rows that are no blocks of 32 are F16 in a quantized file. None: that of the parameters
+    (int8_block and int4 become Q8_0 and Q4_0, bit for bit where the scales fit). Without a tokenizer the file
+    runs on token ids only.
     One tensor at a time is in memory beside the parameters. Raises CheckpointError where the format has no
     place for something the model has, naming it, or the file cannot be written; UsageError for another dtype.
     """
@@ -61,13 +60,13 @@ def write_gguf(
     if dtype not in DTYPES:
         raise UsageError(f"dtype: {dtype!r} is not one of {', '.join(DTYPES)}")
     arch = architecture_of(hp)
-    if (field := _ignored(arch, hp)) is not None:
-        raise _no_place(path, arch, field)
-    metadata = {f"{arch}.{key}": value for key, value in _metadata(arch, hp).items()}
-    metadata |= {ROTATED: "rotated"} | tokenizer_metadata(tokenizer, hp.vocab_size, path)
+    check_heard(path, arch, hp)
+    metadata = (
+        metadata_of(arch, hp) | {ROTATED: "rotated"} | tokenizer_metadata(tokenizer, hp.vocab_size, path)
+    )
     with atomic_path(path) as temporary:
         _write(temporary, arch, metadata, params, dtype)
-        _check(temporary, path, hp)
+        check_written(temporary, path, arch, hp)
 
 
 def _own_dtype(params: Params) -> str:
@@ -89,41 +88,12 @@ def architecture_of(hp: Hparams) -> str:
     return "nemotron_h_moe" if arch == "nemotron_h" and has_experts else arch
 
 
-def _ignored(arch: str, hp: Hparams) -> str | None:
-    """What a file could say and llama.cpp would pass over, or not load."""
-    for i, layer in enumerate(hp.layers):
-        mixer = layer.recurrent
-        if isinstance(mixer, Mamba1Hparams | Mamba2Hparams):
-            if mixer.bias:
-                return f"recurrent.bias = True in layer {i}"
-            if not mixer.conv_bias and arch in ("mamba", "mamba2", "jamba"):
-                return f"recurrent.conv_bias = False in layer {i}"
-        if layer.moe is not None and arch == "lfm2moe" and layer.moe.multiplier != 1.0:
-            return f"moe.multiplier = {layer.moe.multiplier} in layer {i}"
-    if arch != "kimi-linear":
-        return None
-    heads = {of(part, "n_heads")(hp) for part in ("attention", "recurrent")}
-    return f"{sorted(heads)} heads of its two mixers" if len(heads) > 1 else None
-
-
-def _no_place(path: Path, arch: str, what: str) -> CheckpointError:
-    return CheckpointError(
-        f"{path}: llama.cpp's {arch} has no place for {what} of this model; nothing was written"
-    )
-
-
-def _metadata(arch: str, hp: Hparams) -> dict[str, Any]:
-    table = ARCHITECTURES[arch]
-    found = {field.key: field.get(hp) for field in table.fields}
-    found |= table.metadata(hp)
-    return {key: value for key, value in found.items() if value is not None}
-
-
 def _write(file: Path, arch: str, metadata: dict[str, Any], params: Params, dtype: str) -> None:
     writer = GGUFWriter(file, arch)
     writer.add_file_type({
         "F32": LlamaFileType.ALL_F32, "F16": LlamaFileType.MOSTLY_F16,
-        "BF16": LlamaFileType.MOSTLY_BF16, "Q8_0": LlamaFileType.MOSTLY_Q8_0, "Q4_0": LlamaFileType.MOSTLY_Q4_0,
+        "BF16": LlamaFileType.MOSTLY_BF16, "Q8_0": LlamaFileType.MOSTLY_Q8_0,
+        "Q4_0": LlamaFileType.MOSTLY_Q4_0,
     }[dtype])  # fmt: skip
     writer.add_quantization_version(2)
     for key, value in metadata.items():
@@ -271,103 +241,3 @@ def _inverse(array: np.ndarray, order: np.ndarray) -> np.ndarray:
     out = np.empty_like(array)
     out[order] = array
     return out
-
-
-# ------------------------------------------------------------------------- what comes back
-
-
-def _check(file: Path, path: Path, hp: Hparams) -> None:
-    """Whether a file says all that the hparams do; CheckpointError naming what it does not."""
-    _, config = config_of(open_container(file))
-    again = hparams_from_config(config)
-    if (field := _difference(_plain(hp), _plain(again))) is not None:
-        raise _no_place(path, _ARCH_OF[hp.family], field)
-
-
-def _plain(hp: Hparams) -> Hparams:
-    """The same model with what a file says in other words: folded multipliers, frequencies as factors."""
-
-    def attention(a: Any) -> Any:
-        if not isinstance(a, AttentionHparams):
-            return a
-        rope = a.rope
-        if rope is not None and rope.scaling == "llama3":
-            slower = inverse_frequencies(dataclasses.replace(rope, scaling="default")) / inverse_frequencies(
-                rope
-            )
-            factors = tuple(slower.tolist())
-            rope = type(rope)(
-                rope.dim,
-                rope.theta,
-                "longrope",
-                short_factors=factors,
-                long_factors=factors,
-                original_context=0,
-            )
-        elif rope is not None and rope.scaling == "longrope":
-            same = rope.short_factors == rope.long_factors
-            original = 0 if same else rope.original_context
-            rope = dataclasses.replace(rope, long=False, factor=1.0, original_context=original)
-        a = dataclasses.replace(a, rope=rope)
-        if hp.family != "falcon_h1":
-            return a
-        return dataclasses.replace(a, in_multiplier=1.0, key_multiplier=1.0, out_multiplier=1.0)
-
-    plain = dataclasses.replace(
-        hp,
-        attention=_map(hp.attention, attention),
-        family="",
-        residual_in_float32=False,
-        context_length=None,
-    )
-    if hp.family != "falcon_h1":
-        return plain
-    one = {"in_multiplier": 1.0, "out_multiplier": 1.0, "multipliers": None}
-    return dataclasses.replace(
-        plain,
-        recurrent=_map(
-            hp.recurrent, lambda r: dataclasses.replace(r, **one) if isinstance(r, Mamba2Hparams) else r
-        ),
-        mlp=_map(hp.mlp, lambda m: dataclasses.replace(m, gate_multiplier=1.0, out_multiplier=1.0)),
-        embedding_multiplier=1.0,
-        logits_multiplier=1.0,
-        tie_embeddings=False,
-    )
-
-
-def _map(value: Any, f: Any) -> Any:
-    if isinstance(value, tuple):
-        return tuple(None if v is None else f(v) for v in value)
-    return None if value is None else f(value)
-
-
-def _difference(a: Hparams, b: Hparams) -> str | None:
-    """The first field of a layer, or of the model, that differs by more than float32 rounds."""
-    for i, (mine, theirs) in enumerate(zip(a.layers, b.layers, strict=False)):
-        for field, ours, other in _fields(mine, theirs, ""):
-            if not _same(ours, other):
-                return f"{field} = {ours!r} in layer {i}"
-    per_layer = {f.name for f in dataclasses.fields(a.layers[0])} | {"shared_blocks"}
-    for field in dataclasses.fields(a):
-        ours, other = getattr(a, field.name), getattr(b, field.name)
-        if field.name not in per_layer and not _same(ours, other):
-            return f"{field.name} = {ours!r}"
-    return None
-
-
-def _fields(a: Any, b: Any, prefix: str) -> Iterator[tuple[str, Any, Any]]:
-    """The leaves of two dataclasses of one type."""
-    if type(a) is not type(b) or not dataclasses.is_dataclass(a):
-        yield prefix, a, b
-        return
-    for field in dataclasses.fields(a):
-        inner = f"{prefix}.{field.name}" if prefix else field.name
-        yield from _fields(getattr(a, field.name), getattr(b, field.name), inner)
-
-
-def _same(a: Any, b: Any) -> bool:
-    if isinstance(a, tuple) and isinstance(b, tuple):
-        return len(a) == len(b) and all(map(_same, a, b))
-    if isinstance(a, float) and isinstance(b, float | int):
-        return math.isclose(a, b, rel_tol=1e-6) or a == b
-    return a == b
