@@ -131,7 +131,7 @@ class Inspection:
 
 
 def inspect(path: str | Path | None = None, *, dtype: Any = jnp.float32) -> Inspection:
-    """Describe the model in a folder or of a hub id (None: the one inside this package); no weight is read.
+    """Describe the model in a folder or .gguf file, or of a hub id (None: the one inside this package).
 
     dtype: of K, V and convolution histories, for the bytes of a cache; the other states are float32. Raises
     CheckpointError or HparamsError when there is no model or its configuration is not understood; errors in

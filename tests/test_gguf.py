@@ -14,8 +14,8 @@ from gguf.constants import GGMLQuantizationType as Type
 import jaxhybrid as jh
 from jaxhybrid.errors import CheckpointError, TokenizerError, UsageError
 from jaxhybrid.families import hparams_from_config
+from jaxhybrid.files import write_gguf
 from jaxhybrid.files.config import read_config
-from jaxhybrid.files.gguf.write import write_gguf
 from jaxhybrid.model import spec
 from jaxhybrid.ops.quantized import QuantizedMatrix
 from jaxhybrid.ops.rope import inverse_frequencies

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 import jaxhybrid as jh
 from jaxhybrid.errors import CheckpointError, TokenizerError
 from jaxhybrid.families import hparams_from_config
+from jaxhybrid.files import write_gguf
 from jaxhybrid.files.gguf.container import open_container
 from jaxhybrid.files.gguf.tensors import GgufFiles
 from jaxhybrid.files.gguf.tokenizer import load_tokenizer
-from jaxhybrid.files.gguf.write import write_gguf
 from jaxhybrid.model import init_params
 from jaxhybrid.text import Tokenizer
 

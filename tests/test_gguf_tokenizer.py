@@ -13,8 +13,8 @@ import jaxhybrid as jh
 from jaxhybrid.chat import ChatTemplate
 from jaxhybrid.errors import CheckpointError, TokenizerError
 from jaxhybrid.families import hparams_from_config
+from jaxhybrid.files import write_gguf
 from jaxhybrid.files.gguf.tokenizer import SPLITS
-from jaxhybrid.files.gguf.write import write_gguf
 from jaxhybrid.model import init_params
 from jaxhybrid.text import Tokenizer
 

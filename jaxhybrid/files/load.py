@@ -1,4 +1,4 @@
-"""Hugging Face folders to parameters and back."""
+"""Hugging Face folders and GGUF files to parameters and back."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from jaxhybrid.files import quantized
 from jaxhybrid.files.config import write_json
 from jaxhybrid.files.hub import resolve_model
 from jaxhybrid.files.mapping import FLOATS, Mapping, map_tensors, read_parameter, split_parameter
-from jaxhybrid.files.source import ModelFiles, Tensors
+from jaxhybrid.files.source import ModelFiles, Tensors, gguf_part
 from jaxhybrid.files.tensors import write_safetensors
 from jaxhybrid.model import spec
 from jaxhybrid.ops.quantized import QuantizedMatrix, Weight, quantize_array
 from jaxhybrid.params import Params, TensorSpec, flatten, unflatten
+from jaxhybrid.text import Tokenizer
 from jaxhybrid.weights import check_format, format_name, format_of
 
 Progress = Callable[[int, int], None]
@@ -31,13 +32,14 @@ Progress = Callable[[int, int], None]
 def load_params(
     path: str | Path, dtype: Any = None, *, quantize: str | None = None, progress: Progress | None = None
 ) -> Params:
-    """Parameters of a Hugging Face folder or hub id, every tensor checked against `spec(hparams)`.
+    """Parameters of a Hugging Face folder, .gguf file or hub id, all tensors checked against `spec(hparams)`.
 
     dtype: of the weights; None keeps what the files have (float16 becomes bfloat16, whose range the
-    activations need). Norms, decays and biases are float32 always. quantize: "int8", "int8_block" or
-    "int4", done tensor by tensor, so that the model is never whole and unquantized in memory; files that
-    hold quantized weights are read as they are. Raises CheckpointError or HparamsError; warns of tensors
-    that nothing uses and of weights that are not finite.
+    activations need; blocks of a GGUF file become float32). Norms, decays and biases are float32 always.
+    quantize: "int8", "int8_block" or "int4", done tensor by tensor, so that the model is never whole and
+    unquantized in memory; files that hold quantized weights are read as they are, and so are the blocks of a
+    GGUF file that have the layout asked for (Q8_0 for "int8_block", Q4_0 for "int4"). Raises CheckpointError
+    or HparamsError; warns of tensors that nothing uses and of weights that are not finite.
     """
     folder = resolve_model(str(path))
     check_format(quantize)
@@ -126,6 +128,21 @@ def save_params(params: Params, folder: str | Path, config: dict[str, Any], dtyp
         config |= quantized.entry(form, params.dtype)
     write_safetensors(folder / "model.safetensors", out)
     write_json(folder / "config.json", config)
+
+
+def write_gguf(
+    params: Params, path: str | Path, *, tokenizer: Tokenizer | None = None, dtype: str | None = None
+) -> None:
+    """Write a model as one GGUF file, which llama.cpp runs: all of it or, on any error, nothing.
+
+    dtype: "F32", "F16", "BF16", "Q8_0" or "Q4_0", of matrices; norms, decays, convolutions and routers are
+    F32, and rows that are no blocks of 32 are F16 in a quantized file. None: that of the parameters
+    (int8_block and int4 become Q8_0 and Q4_0, bit for bit where the scales fit). Without a tokenizer the file
+    runs on token ids only. One tensor at a time is in memory beside the parameters. Raises CheckpointError
+    where the format has no place for something the model has, naming it, or the file cannot be written;
+    UsageError for another dtype.
+    """
+    gguf_part("write").write(params, Path(path), tokenizer, dtype)
 
 
 def _read_quantized(

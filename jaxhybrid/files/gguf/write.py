@@ -43,19 +43,9 @@ _ALWAYS_F32 = re.compile(
 """Tensors that llama.cpp keeps in float32 in every file."""
 
 
-def write_gguf(
-    params: Params, path: str | Path, *, tokenizer: Tokenizer | None = None, dtype: str | None = None
-) -> None:
-    """Write a model as one file that llama.cpp and this package read: all of it or, on any error, nothing.
-
-    dtype: "F32", "F16", "BF16", "Q8_0" or "Q4_0", of matrices; norms, decays, convolutions and routers are
-    F32, and rows that are no blocks of 32 are F16 in a quantized file. None: that of the parameters
-    (int8_block and int4 become Q8_0 and Q4_0, bit for bit where the scales fit). Without a tokenizer the file
-    runs on token ids only.
-    One tensor at a time is in memory beside the parameters. Raises CheckpointError where the format has no
-    place for something the model has, naming it, or the file cannot be written; UsageError for another dtype.
-    """
-    path, hp = Path(path), params.hparams
+def write(params: Params, path: Path, tokenizer: Tokenizer | None, dtype: str | None) -> None:
+    """What `files.load.write_gguf` documents."""
+    hp = params.hparams
     dtype = _own_dtype(params) if dtype is None else dtype
     if dtype not in DTYPES:
         raise UsageError(f"dtype: {dtype!r} is not one of {', '.join(DTYPES)}")
