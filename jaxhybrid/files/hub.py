@@ -7,6 +7,7 @@ from pathlib import Path
 
 from jaxhybrid.errors import CheckpointError, UsageError
 from jaxhybrid.files.config import holds, show
+from jaxhybrid.files.source import is_gguf
 from jaxhybrid.files.tensors import find_files
 
 # What a model folder needs; weights in other formats and in subfolders stay on the hub.
@@ -46,13 +47,11 @@ def resolve_model(
     """
     name = os.fspath(model)
     path = os.path.expanduser(name)
-    if os.path.isdir(path):
+    if os.path.isdir(path) or os.path.isfile(path) and is_gguf(Path(path)):
         if revision is not None:
-            raise UsageError(f"{show(name)}: a local folder has no revision; leave it out")
+            raise UsageError(f"{show(name)}: a local folder or file has no revision; leave it out")
         return Path(path)
     if os.path.exists(path):
-        if path.lower().endswith(".gguf"):
-            return Path(path)
         raise CheckpointError(
             f"{show(name)}: is a file; give a .gguf file, or the folder of config.json and .safetensors files"
         )
@@ -60,7 +59,7 @@ def resolve_model(
         raise CheckpointError(f"{show(name)}: is an address; give the hub id alone, owner/name")
     if not _HUB_ID.fullmatch(name) or _FILE_NAME.fullmatch(name):
         raise CheckpointError(
-            f"{show(name)}: folder not found; give a model folder, or a hub id such as owner/name"
+            f"{show(name)}: file or folder not found; give a model folder, or a hub id such as owner/name"
         )
     return _snapshot(name, revision, offline is True, progress)
 
