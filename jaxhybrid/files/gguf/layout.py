@@ -147,6 +147,8 @@ class _Rules:
             return (self.expert(layer, int(expert[2]), _EXPERTS[expert[3]], shape),), None
         if name.endswith(".dt_bias"):
             return (_whole(f"{blk}.ssm_dt.bias", shape),), None
+        if latent := re.search(r"\.fc(1|2)_latent_proj\.weight$", name):  # not in the tables of gguf 0.18
+            return (_whole(f"{blk}.ffn_latent_{'down' if latent[1] == '1' else 'up'}.weight", shape),), None
         if name.endswith(("e_score_correction_bias", "expert_bias")):
             return (_whole(f"{blk}.exp_probs_b.bias", shape),), None
         if name.endswith("kv_b_proj.weight") and f"{blk}.attn_kv_b.weight" not in self.stored:
