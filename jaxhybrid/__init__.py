@@ -37,6 +37,7 @@ from jaxhybrid.files import (
     save_cache,
     save_params,
     save_sequence,
+    write_gguf,
 )
 from jaxhybrid.hparams import Hparams
 from jaxhybrid.inspection import inspect
@@ -102,4 +103,5 @@ __all__ = [
     "step",
     "stream",
     "try_rewind",
+    "write_gguf",
 ]

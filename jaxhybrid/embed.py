@@ -25,7 +25,7 @@ def build_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("texts", nargs="*", metavar="TEXT")
     add("--file", metavar="FILE", help="texts in a UTF-8 file, one a line")
-    add("--model", metavar="PATH", help="a Hugging Face folder, or a hub id to download")
+    add("--model", metavar="PATH", help="a Hugging Face folder, a .gguf file, or a hub id to download")
     add("--pooling", choices=["mean", "last", "none"], default="mean")
     add("--no-normalize", action="store_true", help="keep the length of the vectors")
     add("--output", metavar="FILE.npz", help="write one array, `embeddings`, instead of JSON lines")

@@ -34,7 +34,7 @@ def build_parser() -> argparse.ArgumentParser:
         epilog="Without --model, a small model inside the package is used: it needs no network.",
     )
     add = parser.add_argument
-    add("--model", metavar="PATH", help="a Hugging Face folder, or a hub id to download")
+    add("--model", metavar="PATH", help="a Hugging Face folder, a .gguf file, or a hub id to download")
     add("--prompt", action="append", default=[], help="text to continue; may be given several times")
     add(
         "--prompt-file",

@@ -291,9 +291,11 @@ def test_local_paths_never_reach_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_pa
         resolve_model(str(folder), revision="main")
     (tmp_path / "m.gguf").touch()
     (tmp_path / "m.txt").touch()
+    assert resolve_model("m.gguf") == Path("m.gguf")
+    with pytest.raises(UsageError, match="no revision"):
+        resolve_model("m.gguf", revision="main")
     for model, words in {
-        "m.gguf": [".gguf is not supported", "give the folder"],
-        "m.txt": ["is a file", "give the folder"],
+        "m.txt": ["is a file", "give a .gguf file, or the folder"],
         "./missing": ["folder not found", "owner/name"],
         "owner/name/missing": ["folder not found"],
         "owner/missing.gguf": ["folder not found"],

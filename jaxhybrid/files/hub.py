@@ -7,6 +7,7 @@ from pathlib import Path
 
 from jaxhybrid.errors import CheckpointError, UsageError
 from jaxhybrid.files.config import holds, show
+from jaxhybrid.files.source import is_gguf
 from jaxhybrid.files.tensors import find_files
 
 # What a model folder needs; weights in other formats and in subfolders stay on the hub.
@@ -34,7 +35,7 @@ def resolve_model(
     offline: bool | None = None,
     progress: bool = True,
 ) -> Path:
-    """The folder of `model`: an existing folder as it is, a hub id through the hub's cache.
+    """The folder of `model`: an existing folder or .gguf file as it is, a hub id through the hub's cache.
 
     `revision` is a branch, tag or commit of a hub id. `offline=True` uses the cache alone, None
     leaves that to HF_HUB_OFFLINE. When the hub cannot be reached, a complete copy in the cache
@@ -46,20 +47,19 @@ def resolve_model(
     """
     name = os.fspath(model)
     path = os.path.expanduser(name)
-    if os.path.isdir(path):
+    if os.path.isdir(path) or os.path.isfile(path) and is_gguf(Path(path)):
         if revision is not None:
-            raise UsageError(f"{show(name)}: a local folder has no revision; leave it out")
+            raise UsageError(f"{show(name)}: a local folder or file has no revision; leave it out")
         return Path(path)
     if os.path.exists(path):
-        gguf = " (.gguf is not supported by this version)" if path.endswith(".gguf") else ""
         raise CheckpointError(
-            f"{show(name)}: is a file{gguf}; give the folder of config.json and .safetensors files"
+            f"{show(name)}: is a file; give a .gguf file, or the folder of config.json and .safetensors files"
         )
     if "://" in name:
         raise CheckpointError(f"{show(name)}: is an address; give the hub id alone, owner/name")
     if not _HUB_ID.fullmatch(name) or _FILE_NAME.fullmatch(name):
         raise CheckpointError(
-            f"{show(name)}: folder not found; give a model folder, or a hub id such as owner/name"
+            f"{show(name)}: file or folder not found; give a model folder, or a hub id such as owner/name"
         )
     return _snapshot(name, revision, offline is True, progress)
 
