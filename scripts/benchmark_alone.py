@@ -23,7 +23,7 @@ from typing import Any
 
 from benchmark_workers import HYBRID_340M
 
-N_CTX, N_SEQUENCES, N_UBATCH = 512, 4, 32
+N_CTX, N_SEQUENCES, N_UBATCH = 512, 4, 16
 SMALL_HYBRID = HYBRID_340M | {
     "vocab_size": 256,
     "hidden_size": 64,

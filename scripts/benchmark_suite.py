@@ -29,7 +29,7 @@ from benchmark_workers import (
 )
 
 THREADS = 2
-EFFORTS = {"quick": Effort(rounds=3, seconds=20), "full": Effort(rounds=5, seconds=300)}
+EFFORTS = {"quick": Effort(rounds=3, seconds=12), "full": Effort(rounds=5, seconds=300)}
 SHORT, N_TOKENS = 16, 16  # tokens before decoding, tokens decoded
 CONTEXTS = (256, 4096, 16000)
 RESERVED = (512, 32768)
@@ -58,14 +58,14 @@ class Comparison:
         return self.rows * (N_TOKENS if self.what == "decode" else self.n_prompt)
 
 
-SLOWEST = ("transformers",)  # in bfloat16 on a CPU: more than a minute for 2048 tokens
+SLOWEST = ("transformers",)  # half a minute and more for one round of 2048 tokens, or of bfloat16
 COMPARISONS = (
     Comparison("decode", 1, SHORT, "float32", {"llama.cpp": 1.0, "transformers": 4.0}),
     Comparison("decode", 8, SHORT, "float32", {"llama.cpp": 1.2, "transformers": 4.0}),
     Comparison("prefill", 1, 512, "float32", {"llama.cpp": 1.0, "transformers": 2.0}),
-    Comparison("prefill", 1, 2048, "float32", {"llama.cpp": 1.0, "transformers": 2.0}),
-    Comparison("decode", 1, SHORT, "bfloat16", {"llama.cpp": 0.8, "transformers": 4.0}),
-    Comparison("prefill", 1, 512, "bfloat16", {"llama.cpp": 1.0, "transformers": 2.0}),
+    Comparison("prefill", 1, 2048, "float32", {"llama.cpp": 1.0, "transformers": 2.0}, SLOWEST),
+    Comparison("decode", 1, SHORT, "bfloat16", {"llama.cpp": 0.8, "transformers": 4.0}, SLOWEST),
+    Comparison("prefill", 1, 512, "bfloat16", {"llama.cpp": 1.0, "transformers": 2.0}, SLOWEST),
     Comparison("prefill", 1, 2048, "bfloat16", {"llama.cpp": 1.0, "transformers": 2.0}, SLOWEST),
     Comparison("decode", 1, SHORT, "int8", {"llama.cpp": 0.8}),
 )
@@ -123,6 +123,10 @@ class Suite:
     def point(self, axis: str, engine: str, at: int, tokens_per_s: float) -> None:
         self.series[axis].setdefault(engine, {})[at] = tokens_per_s
 
+    def peers(self, c: Comparison) -> list[str]:
+        """Those that a comparison is made with."""
+        return [peer for peer in c.goals if self.kind == "full" or peer not in c.full_only]
+
     def interpreter(self, engine: str) -> str:
         return self.interpreters.get(engine, sys.executable)
 
@@ -161,7 +165,7 @@ Workers = dict[str, Worker | NotRun]
 @contextmanager
 def engines(suite: Suite, folder: Path, dtype: str) -> Iterator[Workers]:
     """jaxhybrid and the peers with weights of this dtype, or why they are not there."""
-    wanted = {"jaxhybrid"} | {p for c in COMPARISONS if c.dtype == dtype for p in c.goals}
+    wanted = {"jaxhybrid"} | {p for c in COMPARISONS if c.dtype == dtype for p in suite.peers(c)}
     workers: Workers = {}
     try:
         for name in sorted(wanted):
@@ -232,7 +236,7 @@ def same_model(suite: Suite, workers: Workers) -> None:
 
 
 def compare(suite: Suite, c: Comparison, workers: Workers) -> None:
-    peers = [p for p in c.goals if suite.kind == "full" or p not in c.full_only]
+    peers = suite.peers(c)
     with suite.rows_of(*((c.figure(peer), c.goals[peer], "higher") for peer in peers)):
         keywords: dict[str, Any] = {"rows": c.rows, "n_prompt": c.n_prompt}
         if c.what == "decode":
@@ -303,7 +307,7 @@ def contexts(suite: Suite, workers: Workers) -> None:
         for context in CONTEXTS:
             suite.point("context", "jaxhybrid", context, 1 / middle[f"at {context}"])
         more = {"n_tokens": N_TOKENS}
-        for rows in (2, 4, 16) if suite.kind == "full" else (4,):
+        for rows in (2, 4, 16) if suite.kind == "full" else ():
             for name, worker in workers.items():
                 if isinstance(worker, Worker) and name in ("jaxhybrid", "llama.cpp"):
                     worker.ask("decode", rows=rows, n_prompt=SHORT, n_tokens=1)
@@ -381,7 +385,7 @@ def compiled_ahead(suite: Suite) -> None:
         command = [suite.interpreter("aot"), str(script), "--json", str(file)]
         call(
             [*command, "--targets", "v5e", "h100", "--batch", *batches],
-            timeout=1200 if suite.kind == "full" else 90,
+            timeout=1200 if suite.kind == "full" else 60,
         )
         for row in json.loads(file.read_text(encoding="utf-8")):
             suite.add(row["figure"], row["value"], row["goal"], row["better"], row.get("note", ""))

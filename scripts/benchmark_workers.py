@@ -149,4 +149,4 @@ def medians(found: dict[str, list[float]]) -> dict[str, float]:
 
 def say(text: str) -> None:
     """What happens now, on standard error."""
-    print(f"benchmark: {text}", file=sys.stderr, flush=True)
+    print(f"benchmark: {time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)

@@ -1,14 +1,20 @@
-"""The benchmark script runs, says what it left out, and computes its ratios."""
+"""The benchmark scripts run, say what they left out, and compute their ratios and goals."""
 
 import json
 import sys
+import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import tiny
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
 import benchmark  # noqa: E402
+import benchmark_gguf  # noqa: E402
+import benchmark_suite  # noqa: E402
+import gpu_benchmark  # noqa: E402
+from benchmark_workers import Effort, NotRun, take_turns  # noqa: E402
 
 
 def test_a_small_run(tmp_path, capsys, monkeypatch):
@@ -47,3 +53,43 @@ def test_wrong_use(arguments):
     with pytest.raises(SystemExit) as caught:
         benchmark.main(arguments)
     assert caught.value.code == 2
+
+
+def test_rows_know_their_goals_and_survive_a_missing_peer(tmp_path):
+    suite = benchmark_suite.Suite("quick", {}, tmp_path / "rows.json")
+    goals = [("a", 1.2, "higher"), ("b", 1.1, "lower"), ("c", 0, "lower")]
+    with suite.rows_of(*goals):
+        suite.add("a", 1.2, 1.2, "higher")
+        suite.add("b", 1.2, 1.1, "lower")
+        raise NotRun("no peer")
+    rows = json.loads((tmp_path / "rows.json").read_text())
+    assert [(row["figure"], row["met"]) for row in rows] == [("a", True), ("b", False), ("c", False)]
+    assert rows[2]["value"] is None and rows[2]["note"] == "not run: no peer"
+    assert "1 of 3 goals met" in benchmark_suite.table(suite.rows)
+
+
+def test_a_slow_engine_sits_out():
+    runs = {"fast": lambda: 1.0, "slow": lambda: time.sleep(0.2) or 2.0}
+    assert take_turns(runs, Effort(rounds=3, seconds=0.5)) == {"fast": [1.0] * 3, "slow": [2.0]}
+
+
+def test_gguf_names_and_decays():
+    a_log = np.log(np.float32([1, 16]))
+    ((name, decay),) = benchmark_gguf.renamed("model.layers.3.mamba.A_log", a_log, 1)
+    assert name == "blk.3.ssm_a" and decay.shape == (2, 1)
+    np.testing.assert_allclose(decay[:, 0], [-1, -16], rtol=1e-6)  # two roundings of float32
+    gate_up = np.arange(4.0)[:, None]
+    made = dict(benchmark_gguf.renamed("model.layers.0.shared_mlp.input_linear.weight", gate_up, 1))
+    assert made["blk.0.ffn_gate.weight"].ravel().tolist() == [0, 1]
+    assert made["blk.0.ffn_up.weight"].ravel().tolist() == [2, 3]
+
+
+def test_the_accelerator_benchmark_keeps_rows_and_checks_the_cache(tmp_path):
+    sizes = ["--models", "tiny", "--batch", "2", "--tokens", "2", "--rounds", "1"]
+    assert gpu_benchmark.main([*sizes, "--out", str(tmp_path)]) == 0
+    (row,) = json.loads((tmp_path / "gpu.json").read_text())["rows"]
+    assert row["aliased_bytes"] >= row["cache_bytes"] > 0 and row["tokens_per_s"] > 0
+    assert gpu_benchmark.main([*sizes, "--budget", "-1", "--out", str(tmp_path)]) == 1
+    assert "not run" in (tmp_path / "gpu.md").read_text()
+    assert gpu_benchmark.data_sheet("NVIDIA H100 80GB HBM3") == 3350e9
+    assert gpu_benchmark.data_sheet("cpu") is None

@@ -112,7 +112,7 @@ def every_expert(p: Tree, tokens: Array, experts: Array, hp: MoeHparams) -> Arra
         else:
             hidden = act(hidden)
         if isinstance(p["down"], QuantizedMatrix):
-            y = jax.vmap(quantized_product)(hidden, p["down"])
+            y = lax.map(lambda expert: quantized_product(*expert), (hidden, p["down"]))
         else:
             y = contract("etf,edf->etd", hidden, p["down"].astype(hidden.dtype))
         return y[experts, jnp.arange(len(tokens))[:, None]]
