@@ -15,6 +15,7 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -105,7 +106,7 @@ def accuracy(params: jh.Params, n_pairs: int, n_rows: int = 256) -> float:
 
 def measure(
     places: Sequence[tuple[int, ...]], steps: int, batch: int, seeds: int
-) -> list[dict[str, object]]:
+) -> list[dict[str, Any]]:
     """One record a model and seed: its attention layers, its accuracy for each size, seconds of training."""
     records = []
     for seed in range(seeds):
@@ -117,3 +118,44 @@ def measure(
             records.append({"attention": where, "seed": seed, "accuracy": found, "seconds": seconds})
             print(f"attention {where or 'none'}, seed {seed}: {found} in {seconds:.0f} s", flush=True)
     return records
+
+
+def plot(records: Sequence[dict[str, Any]], path: Path) -> None:
+    """Accuracy against the attention layers, one line a size; dots are seeds, lines go through their means."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.4, 3.6), layout="constrained")
+    axes = figure.subplots()
+    places = list(dict.fromkeys(tuple(r["attention"]) for r in records))
+    for number, n in enumerate(SIZES):
+        found = [[r["accuracy"][n] for r in records if tuple(r["attention"]) == p] for p in places]
+        means = [sum(f) / len(f) for f in found]
+        axes.plot(range(len(places)), means, "-", color=f"C{number}", alpha=0.5)
+        for x, values in enumerate(found):
+            label = f"{n} pairs" if x == 0 else None
+            axes.plot([x] * len(values), values, "o", color=f"C{number}", label=label)
+    names = [", ".join(map(str, p)) if p else "none" for p in places]
+    axes.set_xticks(range(len(places)), names)
+    axes.set(xlabel=f"attention layers (of layers 0 to {N_LAYERS - 1}; the others are Mamba-2)", ylim=(-0.03, 1.03))
+    axes.set(ylabel="answers that are right", title="Recalling pairs of keys and values")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    figure.savefig(path, dpi=90)
+
+
+def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
+    parser = argparse.ArgumentParser(description="Recall against the number and place of attention layers.")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the figures")
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--batch", type=int, default=32, help="rows in a batch")
+    parser.add_argument("--seeds", type=int, default=1, help="models of each kind")
+    args = parser.parse_args(argv)
+    args.out.mkdir(parents=True, exist_ok=True)
+    records = measure(PLACES, args.steps, args.batch, args.seeds)
+    (args.out / "recall.json").write_text(json.dumps(records, indent=1), encoding="utf-8")
+    plot(records, args.out / "recall.png")
+    return records
+
+
+if __name__ == "__main__":
+    main()
