@@ -42,6 +42,8 @@ from jaxhybrid.hparams import Hparams
 from jaxhybrid.inspection import inspect
 from jaxhybrid.model import forward, init_params, spec, step
 from jaxhybrid.params import Params
+from jaxhybrid.rolling import Perplexity, perplexity
+from jaxhybrid.scoring import Score, score
 from jaxhybrid.settings import Model, Result, Settings
 from jaxhybrid.weights import quantize
 
@@ -57,8 +59,10 @@ __all__ = [
     "JaxHybridError",
     "Model",
     "Params",
+    "Perplexity",
     "RefusedError",
     "Result",
+    "Score",
     "Settings",
     "Snapshot",
     "Ubatch",
@@ -83,6 +87,7 @@ __all__ = [
     "load_params",
     "load_sequence",
     "make_ubatch",
+    "perplexity",
     "quantize",
     "restorable_positions",
     "rewind",
@@ -90,6 +95,7 @@ __all__ = [
     "save_cache",
     "save_params",
     "save_sequence",
+    "score",
     "seq_add",
     "seq_cp",
     "seq_div",
