@@ -7,22 +7,17 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import Array
 
 from jaxhybrid.batch import make_ubatch
-from jaxhybrid.cache import Cache, clear, create_cache
+from jaxhybrid.cache import clear, create_cache
 from jaxhybrid.engine import encode_prompt
 from jaxhybrid.errors import UsageError
 from jaxhybrid.hparams import Hparams
-from jaxhybrid.model import NON_FINITE, encode
 from jaxhybrid.params import Params
-from jaxhybrid.scoring import token_scores
+from jaxhybrid.scoring import NOT_FINITE, advance, check_status, token_scores
 from jaxhybrid.settings import Model, Prompt
 
 DEFAULT_WINDOW = 2048
@@ -184,17 +179,18 @@ def _nll(
             for row, (ids, _) in enumerate(group):
                 part = ids[start : start + width]
                 tokens[row, : len(part)], lengths[row] = part, len(part)
-            hidden, status, cache = _advance(params, cache, tokens, lengths)
-            bad |= bool(np.any(np.asarray(status) == NON_FINITE))
+            ubatch = make_ubatch(tokens, lengths, outputs=np.arange(rows * width), aligned=True)
+            hidden, status, cache = advance(params, cache, ubatch)
+            bad |= check_status(status)
             places, targets = _predicted(group, start, width)
             if targets:  # the states of a window's beginning stay on the device
-                states = np.asarray(hidden.astype(jnp.float32))[places]
+                states = np.asarray(hidden, np.float32)[places]
                 nll -= float(token_scores(params, states, targets)[0].sum(dtype=np.float64))
             done += int(lengths.sum())
             if progress is not None:
                 progress(done, total)
     if bad:
-        warnings.warn("activations are not finite; check the weights", stacklevel=3)
+        warnings.warn(NOT_FINITE, stacklevel=3)
     return nll
 
 
@@ -207,12 +203,3 @@ def _predicted(group: Sequence[tuple[list[int], int]], start: int, width: int) -
         places += range(row * width + first - start, row * width + last - start)
         targets += ids[first + 1 : last + 1]
     return places, targets
-
-
-@partial(jax.jit, donate_argnums=1)
-def _advance(
-    params: Params, cache: Cache, tokens: np.ndarray, lengths: np.ndarray
-) -> tuple[Array, Array, Cache]:
-    """Hidden states [rows * width, D] of all tokens, the status of the rows, and the cache."""
-    outputs = np.arange(tokens.shape[0] * tokens.shape[1])
-    return encode(params, cache, make_ubatch(tokens, lengths, outputs=outputs, aligned=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -10,13 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jaxhybrid.batch import Batch
+from jaxhybrid.batch import make_ubatch
+from jaxhybrid.buckets import bucket
 from jaxhybrid.cache import Cache, clear, create_cache, fork, seq_keep
-from jaxhybrid.driver import decode_hidden
 from jaxhybrid.engine import encode_prompt
-from jaxhybrid.errors import UsageError
+from jaxhybrid.errors import JaxHybridError, UsageError
 from jaxhybrid.generation import common_length
-from jaxhybrid.model import head
+from jaxhybrid.model import BAD_ROW, NO_ROOM, NON_FINITE, encode, head
 from jaxhybrid.params import Params
 from jaxhybrid.settings import Model, Prompt
 
@@ -67,6 +68,19 @@ def score(
         if progress is not None:
             progress(len(found), len(pairs))
     return [found[i] for i in range(len(pairs))]
+
+
+NOT_FINITE = "activations are not finite; check the weights"
+advance = jax.jit(encode, donate_argnums=1)
+"""(params, cache, ubatch) to (hidden states [O, D], status of the rows, cache); consumes the cache."""
+
+
+def check_status(status: Array) -> bool:
+    """Whether a row of a step has values that are not finite; it must have had room."""
+    found = np.asarray(status)
+    if np.isin(found, (NO_ROOM, BAD_ROW)).any():
+        raise JaxHybridError("a step found no room for tokens that were counted; please report this")
+    return bool((found == NON_FINITE).any())
 
 
 def token_scores(params: Params, hidden: np.ndarray, targets: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
@@ -154,9 +168,10 @@ def _scored(
     groups = [leaves[k : k + batch_size] for k in range(0, len(leaves), batch_size)]
     if not groups:
         return
-    spare = min(batch_size, len(leaves))
+    spare = min(batch_size, bucket(len(leaves)))
     n_ctx = max(len(leaf.tokens) for leaf in leaves)
-    cache = create_cache(params.hparams, n_ctx, spare + 1, dtype=params.dtype, n_ubatch=n_ubatch)
+    area = min(bucket(n_ubatch), bucket(max(sum(len(leaf.tokens) for leaf in group) for group in groups)))
+    cache = create_cache(params.hparams, n_ctx, spare + 1, dtype=params.dtype, n_ubatch=area)
     stem: tuple[int, ...] = ()
     for group, after in zip(groups, [*groups[1:], []], strict=True):
         if stem and _length_shared([_Leaf(stem, len(stem)), *group]) < len(stem):
@@ -165,11 +180,11 @@ def _scored(
             cache = fork(cache, spare, tuple(range(spare)))
         longer = group[0].tokens[: _length_shared([group[0], group[-1], *after]) if after else 0]
         before, stem = len(stem), max(stem, longer, key=len)
-        rows = [*group, _Leaf(stem, len(stem))]
-        hidden, where, cache = _run(params, cache, rows, before, n_ubatch)
+        rows = [*group, *[_Leaf((), 0)] * (spare - len(group)), _Leaf(stem, len(stem))]
+        hidden, where, cache = _run(params, cache, rows, before, area)
         cache = seq_keep(cache, spare)
         states, targets = [], []
-        for leaf, places in zip(group, where, strict=False):
+        for leaf, places in zip(group, where, strict=False):  # the rest has no outputs
             for _, continuation in leaf.asked:
                 first = len(leaf.tokens) - len(continuation)
                 states += [places[p] for p in range(first, len(leaf.tokens))]
@@ -189,39 +204,71 @@ def _length_shared(leaves: Sequence[_Leaf]) -> int:
 
 
 def _run(
-    params: Params, cache: Cache, leaves: Sequence[_Leaf], start: int, n_ubatch: int
+    params: Params, cache: Cache, leaves: Sequence[_Leaf], start: int, area: int
 ) -> tuple[np.ndarray, list[dict[int, int]], Cache]:
     """Run leaf i in sequence i, which holds the first `start` of its tokens.
 
-    Returns hidden states [outputs, D], and for each leaf which of them belongs to which position.
+    A step takes the next tokens of all rows whose beginning is done, or of the first that fit; its height
+    times its width is `area`, so few shapes are compiled. Returns hidden states float32 [tokens, D] and, for
+    each leaf, which of them belongs to which position.
     """
-    tokens: list[int] = []
-    seq_ids: list[tuple[int, ...]] = []
-    wanted: list[bool] = []
+    rows = _rows(leaves, start)
     where: list[dict[int, int]] = [{} for _ in leaves]
-    n_outputs = 0
-    for position, members in _walk(leaves, start):
-        asking = [seq for seq in members if position >= leaves[seq].first]
-        for seq in asking:
-            where[seq][position] = n_outputs
-        n_outputs += bool(asking)
-        tokens.append(leaves[members[0]].tokens[position])
-        seq_ids.append(members)
-        wanted.append(bool(asking))
-    batch = Batch(tokens, seq_ids=seq_ids, outputs=wanted)
-    hidden, cache = decode_hidden(params, cache, batch, n_ubatch=n_ubatch, donate=True)
-    return np.asarray(hidden), where, cache
+    parts: list[np.ndarray] = []
+    n_states, bad = 0, False
+    while waiting := [row for row in rows if row.left and (row.parent is None or not row.parent.left)]:
+        active = waiting[: min(area, bucket(cache.n_seq_max))]
+        height = bucket(len(active))
+        width = area // height
+        tokens, lengths = np.zeros((height, width), np.int32), np.zeros(height, np.int32)
+        seq_ids, members = np.arange(height, dtype=np.int32), np.zeros((height, cache.n_seq_max), bool)
+        kept: list[int] = []
+        for line, row in enumerate(active):
+            n = min(width, row.left)
+            tokens[line, :n] = leaves[row.members[0]].tokens[row.end - row.left : row.end - row.left + n]
+            lengths[line], seq_ids[line] = n, row.members[0]
+            members[line, row.members] = True
+            for position in range(row.end - row.left, row.end - row.left + n):
+                asking = [seq for seq in row.members if position >= leaves[seq].first]
+                for seq in asking:
+                    where[seq][position] = n_states + len(kept)
+                if asking:
+                    kept.append(line * width + position - (row.end - row.left))
+            row.left -= n
+        ubatch = make_ubatch(tokens, lengths, seq_ids, outputs=np.arange(area), members=members)
+        hidden, status, cache = advance(params, cache, ubatch)
+        bad |= check_status(status)
+        if kept:
+            parts.append(np.asarray(hidden, np.float32)[kept])
+            n_states += len(kept)
+    if bad:
+        warnings.warn(NOT_FINITE, stacklevel=4)
+    return np.concatenate(parts), where, cache
 
 
-def _walk(leaves: Sequence[_Leaf], start: int) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """The tokens of a tree, each once, parents first: its position, and the leaves that it leads to."""
-    waiting = [(tuple(range(len(leaves))), start)]
+@dataclass
+class _Row:
+    """Consecutive tokens of the same leaves, up to position `end`; `left` of them are not computed yet."""
+
+    members: list[int]
+    end: int
+    left: int
+    parent: _Row | None
+
+
+def _rows(leaves: Sequence[_Leaf], start: int) -> list[_Row]:
+    """The tree of what leaves have in common from position `start` on, each token once, parents first."""
+    rows: list[_Row] = []
+    waiting: list[tuple[list[int], int, _Row | None]] = [(list(range(len(leaves))), start, None)]
     while waiting:
-        members, position = waiting.pop()
+        members, begin, parent = waiting.pop()
         by_token: dict[int, list[int]] = {}
         for seq in members:
-            if position < len(leaves[seq].tokens):
-                by_token.setdefault(leaves[seq].tokens[position], []).append(seq)
+            if begin < len(leaves[seq].tokens):
+                by_token.setdefault(leaves[seq].tokens[begin], []).append(seq)
         for branch in by_token.values():
-            yield position, tuple(branch)
-            waiting.append((tuple(branch), position + 1))
+            first = leaves[branch[0]].tokens
+            end = min(common_length(first, leaves[seq].tokens) for seq in branch)
+            rows.append(_Row(branch, end, end - begin, parent))
+            waiting.append((branch, end, rows[-1]))
+    return rows

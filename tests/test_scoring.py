@@ -11,26 +11,23 @@ from jaxhybrid import scoring
 from jaxhybrid.errors import UsageError
 
 NEAR = {"rtol": 0, "atol": 5e-5}  # float32 sums over other shapes
-LAYERS = {"hybrid": None, "attention": ["attention", "attention"], "recurrent": ["mamba", "mamba"]}
 
 
-@pytest.fixture(scope="module", params=LAYERS)
-def model(request, tmp_path_factory):
-    layers = LAYERS[request.param]
-    config = tiny.CONFIG | ({} if layers is None else {"layer_types": layers})
-    return jh.load(tiny.write_folder(tmp_path_factory.mktemp(request.param), config))
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return jh.load(tiny.write_folder(tmp_path_factory.mktemp("model")))
 
 
 @pytest.fixture
 def computed(monkeypatch):
-    """How many tokens each batch ran through the model."""
-    counts, decode = [], scoring.decode_hidden
+    """How many tokens each step ran through the model."""
+    counts, advance = [], scoring.advance
 
-    def counting(params, cache, batch, **options):
-        counts.append(len(batch.tokens))
-        return decode(params, cache, batch, **options)
+    def counting(params, cache, ubatch):
+        counts.append(int(ubatch.lengths.sum()))
+        return advance(params, cache, ubatch)
 
-    monkeypatch.setattr(scoring, "decode_hidden", counting)
+    monkeypatch.setattr(scoring, "advance", counting)
     return counts
 
 
@@ -49,10 +46,15 @@ FORWARD = jax.jit(jh.forward)
 
 
 def check(model, pairs, **options):
-    found = jh.score(model, pairs, **options)
+    found = score(model, pairs, **options)
     expected = [by_hand(model, list(c), list(t)) for c, t in pairs]
     np.testing.assert_allclose([s.logprob for s in found], [logprob for logprob, _ in expected], **NEAR)
     assert [s.greedy for s in found] == [greedy for _, greedy in expected]
+
+
+def score(model, pairs, **options):
+    """With few shapes to compile."""
+    return jh.score(model, pairs, **({"batch_size": 4, "n_ubatch": 16} | options))
 
 
 def few_shot(rng, questions=3, answers=2):
@@ -69,53 +71,49 @@ def test_any_pairs_in_any_groups_have_the_likelihoods_of_the_forward_pass(model)
     pairs += [pairs[0], (pairs[0][0], pairs[0][1][:1]), ([9], [8]), ([9, 8, 7], [6, 5])]
     pairs += [(pairs[3][0] + pairs[3][1], [77]), (pairs[3][0][:5], pairs[3][0][5:8])]  # inside other contexts
     order = [int(i) for i in rng.permutation(len(pairs))]
-    for batch_size in (16, 3):
-        check(model, [pairs[i] for i in order], batch_size=batch_size, n_ubatch=16)
+    check(model, [pairs[i] for i in order])
 
 
 def test_a_greedy_continuation_is_known(model):
     context = model.tokenizer.encode("hello")
     best = jh.generate(model, context, max_tokens=4, ignore_eos=True).tokens
     other = [*best[:-1], (best[-1] + 1) % 259]
-    found = jh.score(model, [(context, best), (context, other), (context, best[:2])])
+    found = score(model, [(context, best), (context, other), (context, best[:2])])
     assert [s.greedy for s in found] == [True, False, True]
     assert found[0].logprob > found[1].logprob
 
 
 def test_what_contexts_share_is_computed_once(model, computed):
     pairs = few_shot(np.random.default_rng(2))
-    distinct = {(*c, *t)[:k] for c, t in pairs for k in range(1, len(c) + len(t))}
-    jh.score(model, pairs)
-    assert computed == [len(distinct)]  # every token of the tree of inputs, once
+    for group in (pairs[:4], pairs):  # one group, and several, where the examples stay from each to the next
+        del computed[:]
+        score(model, group)
+        distinct = {(*c, *t)[:k] for c, t in group for k in range(1, len(c) + len(t))}
+        assert sum(computed) == len(distinct)  # every token of the tree of inputs, once
+    assert len(distinct) < sum(len(c) + len(t) - 1 for c, t in pairs) / 2
     del computed[:]
-    jh.score(model, pairs, batch_size=3)  # group by group: the examples stay
-    alone = sum(len(c) + len(t) - 1 for c, t in pairs)
-    assert len(computed) > 2 and sum(computed[1:]) < len(distinct) < alone / 3
-    assert all(n < 20 for n in computed[1:])
-    del computed[:]
-    one_token = [(list(range(10, 20)), [t]) for t in range(50)]
-    jh.score(model, one_token)
-    assert computed == [10]  # all answers are read off one output
+    score(model, [(list(range(10, 20)), [t]) for t in range(50)])
+    assert sum(computed) == 10  # all answers are read off one output
 
 
 def test_long_contexts_lose_their_beginning(model):
     context = [int(t) for t in np.random.default_rng(3).integers(3, 259, 40)]
-    (cut,) = jh.score(model, [(context, [5, 6, 7])], max_length=10)
-    (by_itself,) = jh.score(model, [(context[-8:], [5, 6, 7])])
+    (cut,) = score(model, [(context, [5, 6, 7])], max_length=10)
+    (by_itself,) = score(model, [(context[-8:], [5, 6, 7])])
     assert cut == by_itself
-    (whole,) = jh.score(model, [([9], [5, 6, 7])], max_length=3)
-    assert whole == jh.score(model, [([9], [5, 6, 7])])[0]
+    (whole,) = score(model, [([9], [5, 6, 7])], max_length=3)
+    assert whole == score(model, [([9], [5, 6, 7])])[0]
 
 
 def test_texts_are_encoded_with_what_is_before_them(model):
     encode = model.tokenizer.encode
-    as_text = jh.score(model, [("a question", " answer"), ("a question ", "answer"), ("", "héllo")])
+    as_text = score(model, [("a question", " answer"), ("a question ", "answer"), ("", "héllo")])
     ids = [(encode("a question"), encode(" answer"))] * 2 + [
         ([0], encode("héllo"))
     ]  # <|end|> as it has no BOS
-    assert as_text == jh.score(model, ids)
+    assert as_text == score(model, ids)
     assert as_text[0] == as_text[1]
-    assert jh.score(model, []) == []
+    assert score(model, []) == []
 
 
 @pytest.mark.parametrize(
@@ -131,7 +129,7 @@ def test_texts_are_encoded_with_what_is_before_them(model):
 )
 def test_wrong_pairs_are_named(model, pairs, options, message):
     with pytest.raises(UsageError, match=message):
-        jh.score(model, pairs, **options)
+        score(model, pairs, **options)
 
 
 def test_blocks_of_the_head_are_one_shape(model):
