@@ -159,7 +159,10 @@ def _gguf_files(wanted: HubName, offline: bool) -> list[str]:
 
     assert wanted.gguf is not None
     if offline:
-        folder = Path(snapshot_download(wanted.repo, revision=wanted.revision, local_files_only=True))
+        there = snapshot_download(
+            wanted.repo, revision=wanted.revision, local_files_only=True, allow_patterns=[]
+        )  # asking for no file: the library refuses a folder where one that is asked for is missing
+        folder = Path(there)
         names = [p.relative_to(folder).as_posix() for p in folder.rglob("*.[gG][gG][uU][fF]")]
     else:
         found = HfApi().list_repo_files(wanted.repo, revision=wanted.revision)
