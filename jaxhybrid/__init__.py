@@ -43,6 +43,8 @@ from jaxhybrid.hparams import Hparams
 from jaxhybrid.inspection import inspect
 from jaxhybrid.model import forward, init_params, spec, step
 from jaxhybrid.params import Params
+from jaxhybrid.rolling import Perplexity, perplexity
+from jaxhybrid.scoring import Score, score
 from jaxhybrid.settings import Model, Result, Settings
 from jaxhybrid.weights import quantize
 
@@ -58,8 +60,10 @@ __all__ = [
     "JaxHybridError",
     "Model",
     "Params",
+    "Perplexity",
     "RefusedError",
     "Result",
+    "Score",
     "Settings",
     "Snapshot",
     "Ubatch",
@@ -84,6 +88,7 @@ __all__ = [
     "load_params",
     "load_sequence",
     "make_ubatch",
+    "perplexity",
     "quantize",
     "restorable_positions",
     "rewind",
@@ -91,6 +96,7 @@ __all__ = [
     "save_cache",
     "save_params",
     "save_sequence",
+    "score",
     "seq_add",
     "seq_cp",
     "seq_div",

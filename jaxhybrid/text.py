@@ -96,6 +96,18 @@ class Tokenizer:
         """The id of the special token written `text`, which `decode` leaves out; else None."""
         return self.token_id(text) if text in self._special_texts else None
 
+    @property
+    def prefix_id(self) -> int | None:
+        """The token that stands where a text has nothing before it: BOS, or EOS where there is none."""
+        named = [self.token_id(self.special_tokens.get(f"{name}_token", "")) for name in ("bos", "eos")]
+        found = [*named, self.bos_id, *sorted(self.eos_ids)]
+        return next((token for token in found if token is not None), None)
+
+    @property
+    def adds_bos(self) -> bool:
+        """Whether `encode` puts BOS before a text."""
+        return self.bos_id is not None and self.encode("")[:1] == [self.bos_id]
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`; with `add_special_tokens`, BOS and the like where the model has
         them. Special tokens written out in the text become their ids."""
@@ -122,6 +134,15 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return self._chat_template is not None
 
+    def check_chat_template(self) -> ChatTemplate:
+        """The template; TokenizerError when there is none."""
+        if self._chat_template is None:
+            raise TokenizerError(
+                f"{self._source} has no chat template: give a plain prompt, or add "
+                "chat_template.jinja to the folder"
+            )
+        return self._chat_template
+
     def apply_chat_template(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -134,13 +155,8 @@ class Tokenizer:
         Raises TokenizerError when there is no template or it refuses, UsageError for messages of
         another form.
         """
-        if self._chat_template is None:
-            raise TokenizerError(
-                f"{self._source} has no chat template: give a plain prompt, or add "
-                "chat_template.jinja to the folder"
-            )
         names = self.special_tokens | extra | {"add_generation_prompt": add_generation_prompt}
-        return self._chat_template.render(messages, names)
+        return self.check_chat_template().render(messages, names)
 
     def encode_chat(
         self,
