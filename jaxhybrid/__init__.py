@@ -37,11 +37,14 @@ from jaxhybrid.files import (
     save_cache,
     save_params,
     save_sequence,
+    write_gguf,
 )
 from jaxhybrid.hparams import Hparams
 from jaxhybrid.inspection import inspect
 from jaxhybrid.model import forward, init_params, spec, step
 from jaxhybrid.params import Params
+from jaxhybrid.rolling import Perplexity, perplexity
+from jaxhybrid.scoring import Score, score
 from jaxhybrid.settings import Model, Result, Settings
 from jaxhybrid.weights import quantize
 
@@ -57,8 +60,10 @@ __all__ = [
     "JaxHybridError",
     "Model",
     "Params",
+    "Perplexity",
     "RefusedError",
     "Result",
+    "Score",
     "Settings",
     "Snapshot",
     "Ubatch",
@@ -83,6 +88,7 @@ __all__ = [
     "load_params",
     "load_sequence",
     "make_ubatch",
+    "perplexity",
     "quantize",
     "restorable_positions",
     "rewind",
@@ -90,6 +96,7 @@ __all__ = [
     "save_cache",
     "save_params",
     "save_sequence",
+    "score",
     "seq_add",
     "seq_cp",
     "seq_div",
@@ -102,4 +109,5 @@ __all__ = [
     "step",
     "stream",
     "try_rewind",
+    "write_gguf",
 ]

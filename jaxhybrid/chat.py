@@ -21,7 +21,7 @@ class ChatTemplate:
     def __init__(self, sources: Mapping[str, str], where: str):
         """`sources` maps names to jinja sources; `where` names them in messages. Raises
         TokenizerError when one cannot be compiled."""
-        self._where = where
+        self.sources, self._where = dict(sources), where
         self._templates: dict[str, jinja2.Template] = {}
         for name, source in sources.items():
             try:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import threading
 import types
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from jaxhybrid.errors import JaxHybridError, UsageError
+from jaxhybrid.user_cache import user_cache
 
+T = TypeVar("T")
 INTERRUPTED = 130  # what a shell reports for a command ended by Ctrl-C
 
 
@@ -33,6 +37,30 @@ def run_command(body: Callable[[], int], debug: bool) -> int:
         return _report_error(error)
 
 
+def until_interrupted(items: Iterator[T]) -> Iterator[T]:
+    """The items; KeyboardInterrupt at Ctrl-C, at the latest after the next one.
+
+    Where Python runs a callback of a library, it drops the exception that its own handler raises.
+    """
+    if threading.current_thread() is not threading.main_thread():  # signals go elsewhere
+        yield from items
+        return
+    received: list[int] = []
+
+    def interrupt(number: int, _: object) -> None:
+        received.append(number)
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, interrupt)
+    try:
+        for item in items:
+            yield item
+            if received:
+                raise KeyboardInterrupt
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def leave(code: int) -> NoReturn:
     """End the process with this code."""
     if code == INTERRUPTED:
@@ -50,17 +78,30 @@ def use_utf8(stream: Any) -> None:
         stream.reconfigure(encoding="utf-8", errors="replace")
 
 
+def read_text(name: str) -> str:
+    """The text of a UTF-8 file, or of standard input for "-"; else UsageError in one line."""
+    where = "standard input" if name == "-" else name
+    try:
+        data = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
+        return data.decode("utf-8")
+    except OSError as error:
+        raise UsageError(f"{where}: {error.strerror or error}; check the path") from error
+    except ValueError as error:
+        if not isinstance(error, UnicodeDecodeError):  # a path with a null byte
+            raise UsageError(f"{where!r}: no file has such a name ({error})") from error
+        raise UsageError(
+            f"{where}: byte {error.start} (0x{error.object[error.start]:02x}) is not UTF-8; convert it first"
+        ) from error
+
+
 def use_compilation_cache() -> None:
     """Keep compiled programs between runs, where the user's cache folder can be written."""
     import jax
 
     if os.environ.get("JAX_COMPILATION_CACHE_DIR"):
         return
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = base / "jaxhybrid" / "xla"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError:
+    folder = user_cache("xla")
+    if folder is None:
         return
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)

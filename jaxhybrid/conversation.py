@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
+import copy
+from contextlib import suppress
 from typing import Any
+
+import jax
+import jax.numpy as jnp
 
 from jaxhybrid.cache import (
     Cache,
@@ -17,9 +20,9 @@ from jaxhybrid.cache import (
     seq_rm,
 )
 from jaxhybrid.clock import Clock
+from jaxhybrid.command import until_interrupted
 from jaxhybrid.errors import JaxHybridError, UsageError
-from jaxhybrid.generation import Generation, make_room, prefill
-from jaxhybrid.report import report
+from jaxhybrid.generation import Generation, common_length, make_room, prefill
 from jaxhybrid.settings import Model, Result, Settings, Timings
 
 DEFAULT_CONTEXT = 4096
@@ -32,8 +35,8 @@ class Conversation:
     With `chat`, turns are messages that the model's template renders; without, each text is appended to
     the tokens so far. When a new rendering does not continue what is held, the cache is taken back to the
     last place before the difference whose state is known, and only the rest is computed. snapshots: by
-    number of tokens, taken before and after the prompt of each turn. forgotten: tokens that context shifts
-    dropped.
+    number of tokens, taken before each turn and after its message, which is where the renderings of templates
+    that leave out old reasoning part. forgotten: tokens that context shifts dropped.
     """
 
     def __init__(
@@ -45,6 +48,8 @@ class Conversation:
             settings = settings | {"n_ctx": min(context, DEFAULT_CONTEXT)}
         self.settings = Settings(**settings)
         self.settings.check_model(model)
+        if chat:
+            model.tokenizer.check_chat_template()
         self.messages: list[dict[str, str]] = []
         if system:
             self.messages.append({"role": "system", "content": system})
@@ -81,18 +86,25 @@ class Conversation:
         timings, text_so_far, tokens = Timings(), "", []
         finish_reason, cache_bytes = "interrupted", {}
         self._remember(self.cache, len(self.held))
+        boundary = self._boundary(messages, prompt)
+        rows = None
         cache, self.cache = self.cache, None  # it is consumed; what fails midway has none left
         try:
             if self.settings.context_shift != "off" and self.model.params.hparams.attention_layer_indices:
                 cache, forgotten = make_room(cache, 0, len(new), self.n_ctx, self.settings)
                 self._shifted(forgotten)
             with Clock() as clock:
+                if len(self.held) < boundary < len(prompt):
+                    _, cache = prefill(self.model, cache, [prompt[len(self.held) : boundary]], self.settings)
+                    self._remember(cache, boundary)
+                    new = prompt[boundary:]
                 logits, cache = prefill(self.model, cache, [new], self.settings)
             timings.prompt, timings.compile = clock.run, clock.compile
-            self._remember(cache, len(prompt))
+            if boundary == len(prompt):
+                self._remember(cache, len(prompt))
             filled = int(seq_pos_max(cache, 0)) + 1
             rows = Generation(self.model, cache, [prompt], [filled], 0, self.settings, timings)
-            for piece in rows.run(logits):
+            for piece in until_interrupted(rows.run(logits)):
                 text_so_far += piece.text
                 tokens.extend(piece.tokens)
                 if piece.result is not None:
@@ -102,6 +114,8 @@ class Conversation:
                     self._keep(rows.cache, prompt + tokens)
                 show(piece.text)
         except KeyboardInterrupt:
+            if self.cache is None and rows is not None and not rows.forgotten[0]:
+                self._keep(rows.cache, prompt + tokens)
             if not tokens:
                 raise
         finally:
@@ -132,6 +146,21 @@ class Conversation:
             self.turns, self.messages, self.tokens = before
             raise
 
+    def last_text(self) -> str:
+        """What was said in the last turn. UsageError when there is none, or no messages are kept."""
+        if not self.turns or not self.chat:
+            raise UsageError("there is no message to edit")
+        return self.messages[self.turns[-1]]["content"]
+
+    def fork(self) -> Conversation:
+        """A copy that goes its own way. The cache is copied, since turns consume it; snapshots are shared."""
+        other = copy.copy(self)
+        for name in ("messages", "tokens", "turns", "held"):
+            setattr(other, name, list(getattr(self, name)))
+        other.snapshots = dict(self.snapshots)
+        other.cache = jax.tree.map(jnp.copy, self.cache)
+        return other
+
     # --------------------------------------------------------------------------------- the cache
 
     def _prompt(self, messages: list[dict[str, str]], text: str) -> list[int]:
@@ -142,13 +171,17 @@ class Conversation:
             raise UsageError("the prompt is empty: it has no tokens to continue from")
         return prompt
 
+    def _boundary(self, messages: list[dict[str, str]], prompt: list[int]) -> int:
+        """How many tokens of the prompt are the messages alone, before what makes the model reply."""
+        if self.chat:
+            with suppress(JaxHybridError):  # some templates refuse to end with a message
+                said = self.model.tokenizer.encode_chat(messages, add_generation_prompt=False)
+                return common_length(said, prompt)
+        return len(prompt)
+
     def _meet(self, prompt: list[int]) -> None:
         """Take the cache back until it holds less than the prompt and nothing else."""
-        common = 0
-        for a, b in zip(self.held, prompt[:-1], strict=False):
-            if a != b:
-                break
-            common += 1
+        common = common_length(self.held, prompt[:-1])
         if self.cache is None or (common < len(self.held) and not self._take_back(common)):
             self.forget()
 
@@ -190,13 +223,15 @@ class Conversation:
             self.snapshots = {}
 
     def _keep(self, cache: Cache, tokens: list[int]) -> None:
-        """Remember a cache if it holds a prefix of `tokens`: a stop string may have run past them."""
+        """Remember a cache as far as it holds a prefix of `tokens`: a stop string or Ctrl-C may come after it
+        has run past them."""
+        if any(leaf.is_deleted() for leaf in jax.tree.leaves(cache)):  # interrupted while it was consumed
+            return
         filled = int(seq_pos_max(cache, 0)) + 1 + self.forgotten
-        if filled > len(tokens) and not self.forgotten:
-            back, ok = seq_rm(cache, 0, len(tokens), -1)
-            cache, filled = (back, len(tokens)) if bool(ok) else (cache, filled)
-        if filled <= len(tokens):
-            self.cache, self.held = cache, tokens[:filled]
+        unknown = [-1] * (filled - len(tokens))
+        self.cache, self.held = cache, tokens[:filled] + unknown
+        if unknown and not self._take_back(len(tokens)):
+            self.cache = None
 
     def _check_room(self, prompt: list[int], new: list[int]) -> None:
         if self.model.params.hparams.is_recurrent:
@@ -208,65 +243,3 @@ class Conversation:
                 f"the conversation has {len(prompt)} tokens, the context holds {self.n_ctx}; "
                 "start again or raise --ctx"
             )
-
-
-def converse(conversation: Conversation, quiet: bool, save_to: Path | None = None) -> int:
-    """Talk until end of input. Ctrl-C ends a reply, and at the prompt the conversation.
-
-    save_to: where the session is kept after every turn.
-    """
-    try:
-        import readline  # noqa: F401  line editing and history, where the platform has it
-    except ImportError:
-        pass
-    if not quiet:
-        print(
-            "Type a message. /edit TEXT says it instead of the last, /undo takes the last back. "
-            "Ctrl-C ends a reply, Ctrl-D the conversation.",
-            file=sys.stderr,
-        )
-    while True:
-        try:
-            text = input("> ")
-        except (EOFError, KeyboardInterrupt):
-            print()
-            return 0
-        if not text.strip():
-            continue
-        try:
-            result = _turn(conversation, text)
-            if save_to is not None:
-                from jaxhybrid.session import save_session
-
-                save_session(save_to, conversation)
-        except KeyboardInterrupt:
-            print()
-            continue
-        except JaxHybridError as error:
-            print(f"error: {error}", file=sys.stderr)
-            continue
-        if result is None:
-            continue
-        print()
-        if not quiet:
-            print(report(conversation.model, [result], computed=conversation.computed), file=sys.stderr)
-
-
-def _turn(conversation: Conversation, text: str) -> Result | None:
-    command, _, rest = text.strip().partition(" ")
-    if command == "/undo":
-        conversation.undo()
-        return None
-    if command == "/edit":
-        if not rest.strip():
-            raise UsageError("/edit: give the text to say instead")
-        return conversation.edit(rest, show)
-    if command.startswith("/") and command.isascii() and command[1:].isalpha():
-        raise UsageError(f"{command}: the commands are /edit TEXT and /undo; begin with a space to say it")
-    return conversation.say(text, show)
-
-
-def show(text: str) -> None:
-    """Print a piece of a reply as it comes."""
-    sys.stdout.write(text)
-    sys.stdout.flush()

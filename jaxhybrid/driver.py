@@ -138,12 +138,13 @@ def prepare(cache: Cache, rows: Sequence[Row]) -> tuple[int | None, Limits]:
                     )
             needed = max(by_sequence.values())
         n_kv = context_bucket(int(highest.max()) + needed, child.n_cells)
-    return n_kv, _limits(cache.windowed)
+    return n_kv, _limits(cache.windowed, cache.attention)
 
 
-def _limits(child: cells.AttentionCache | None) -> Limits:
-    """A windowed child has cells for the window and a ubatch: no step may take more."""
-    if child is None or child.window is None:
+def _limits(child: cells.AttentionCache | None, full: cells.AttentionCache | None) -> Limits:
+    """A windowed child has cells for the window and a ubatch: no step may take more, unless there are as many
+    as in layers that see everything, whose room was checked."""
+    if child is None or child.window is None or full is not None and child.n_cells >= full.n_cells:
         return Limits()
     seen = max(int(_in_sight(child)), child.window * (child.n_seq_max if child.unified else 1))
     spare = child.n_cells - seen

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from jaxhybrid.command import leave, make_callable, run_command, use_compilation_cache, use_utf8
+from jaxhybrid.command import leave, make_callable, read_text, run_command, use_compilation_cache, use_utf8
 from jaxhybrid.errors import UsageError
 
 
@@ -25,7 +25,7 @@ def build_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("texts", nargs="*", metavar="TEXT")
     add("--file", metavar="FILE", help="texts in a UTF-8 file, one a line")
-    add("--model", metavar="PATH", help="a Hugging Face folder, or a hub id to download")
+    add("--model", metavar="PATH", help="a Hugging Face folder, a .gguf file, or a hub id to download")
     add("--pooling", choices=["mean", "last", "none"], default="mean")
     add("--no-normalize", action="store_true", help="keep the length of the vectors")
     add("--output", metavar="FILE.npz", help="write one array, `embeddings`, instead of JSON lines")
@@ -79,18 +79,11 @@ def _texts(args: argparse.Namespace) -> list[str]:
         raise UsageError("--file cannot be used together with texts; choose one")
     if args.texts:
         return args.texts
-    name = args.file or "standard input"
     if not args.file and (sys.stdin is None or sys.stdin.isatty()):
         raise UsageError("no texts: give some, --file FILE, or pipe them in")
-    try:
-        data = Path(args.file).read_bytes() if args.file else sys.stdin.buffer.read()
-        texts = data.decode("utf-8").splitlines()
-    except OSError as error:
-        raise UsageError(f"{name}: {error.strerror or error}") from error
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{name}: byte {error.start} is not UTF-8; convert it first") from error
+    texts = read_text(args.file or "-").splitlines()
     if not texts:
-        raise UsageError(f"{name}: no texts, it is empty")
+        raise UsageError(f"{args.file or 'standard input'}: no texts, it is empty")
     return texts
 
 

@@ -29,7 +29,7 @@ def load(
     n_ctx: int | None = None,
     progress: Progress | None = None,
 ) -> Model:
-    """A model from a Hugging Face folder or hub id, or the small one inside this package for None.
+    """A model from a Hugging Face folder, .gguf file or hub id; the small one inside this package for None.
 
     dtype: of the weights, None for that of the files. quantize: "int8", "int8_block" or "int4", see
     `load_params`. n_ctx: tokens a sequence will hold, which models with LongRoPE must know from the start

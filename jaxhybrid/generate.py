@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import signal
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -17,7 +16,9 @@ from jaxhybrid.command import (
     INTERRUPTED,
     leave,
     make_callable,
+    read_text,
     run_command,
+    until_interrupted,
     use_compilation_cache,
     use_utf8,
 )
@@ -34,7 +35,7 @@ def build_parser() -> argparse.ArgumentParser:
         epilog="Without --model, a small model inside the package is used: it needs no network.",
     )
     add = parser.add_argument
-    add("--model", metavar="PATH", help="a Hugging Face folder, or a hub id to download")
+    add("--model", metavar="PATH", help="a Hugging Face folder, a .gguf file, or a hub id to download")
     add("--prompt", action="append", default=[], help="text to continue; may be given several times")
     add(
         "--prompt-file",
@@ -99,9 +100,10 @@ def _run(args: argparse.Namespace) -> int:
     prompts = _prompts(args)
     use_compilation_cache()
     from jaxhybrid import engine
-    from jaxhybrid.conversation import Conversation, converse
+    from jaxhybrid.conversation import Conversation
     from jaxhybrid.report import load_model, report
     from jaxhybrid.settings import Settings
+    from jaxhybrid.terminal import converse
 
     settings = _settings(args)
     Settings(**settings)  # complain before a long load
@@ -131,9 +133,10 @@ def _run_session(
     args: argparse.Namespace, model: Model, settings: dict[str, Any], prompts: list[str] | None
 ) -> int:
     """A conversation that is loaded, kept or both: turn by turn from the prompts, or on the terminal."""
-    from jaxhybrid.conversation import Conversation, converse, show
+    from jaxhybrid.conversation import Conversation
     from jaxhybrid.report import report
     from jaxhybrid.session import load_session, save_session
+    from jaxhybrid.terminal import converse, show
 
     save_to = Path(args.save_session) if args.save_session else None
     if args.load_session:
@@ -197,7 +200,7 @@ def _prompts(args: argparse.Namespace) -> list[str] | None:
         raise UsageError("--system cannot be changed in a session that is loaded")
     if args.ngram and args.draft:
         raise UsageError("--ngram and --draft cannot be used together; choose one")
-    found = list(args.prompt) + [_read_prompt(Path(name)) for name in args.prompt_file]
+    found = list(args.prompt) + [read_text(name) for name in args.prompt_file]
     if found:
         return found
     if sys.stdin is None or sys.stdin.isatty():
@@ -206,25 +209,7 @@ def _prompts(args: argparse.Namespace) -> list[str] | None:
                 raise UsageError("--json cannot be used in a conversation; give --prompt as well")
             return None
         raise UsageError("no prompt: give --prompt TEXT, --prompt-file FILE, --chat, or pipe one in")
-    return [_decoded(sys.stdin.buffer.read(), "standard input")]
-
-
-def _read_prompt(path: Path) -> str:
-    if str(path) == "-":
-        return _decoded(sys.stdin.buffer.read(), "standard input")
-    try:
-        return _decoded(path.read_bytes(), f"prompt file {path}")
-    except OSError as error:
-        raise UsageError(f"prompt file {path}: {error.strerror or error}") from error
-
-
-def _decoded(data: bytes, name: str) -> str:
-    try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise UsageError(
-            f"{name}: byte {error.start} (0x{data[error.start]:02x}) is not UTF-8; convert it first"
-        ) from error
+    return [read_text("-")]
 
 
 def _stop_token(model: Model, text: str) -> int:
@@ -280,7 +265,7 @@ def _print_pieces(
             shown += 1
 
     try:
-        for piece in _until_interrupted(pieces):
+        for piece in until_interrupted(pieces):
             texts[piece.index].append(piece.text)
             said[piece.index] += piece.text
             tokens[piece.index].extend(piece.tokens)
@@ -296,27 +281,6 @@ def _print_pieces(
                 results[i] = Result(i, said[i], made, lengths[i], "interrupted", spent)
         show_json() if args.json else show_text()
     return [results[i] for i in sorted(results)], interrupted
-
-
-def _until_interrupted(pieces: Iterator[Piece]) -> Iterator[Piece]:
-    """The pieces; KeyboardInterrupt at Ctrl-C, at the latest after the next piece.
-
-    Where Python runs a callback of a library, it drops the exception that its own handler raises.
-    """
-    received: list[int] = []
-
-    def interrupt(number: int, _: object) -> None:
-        received.append(number)
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGINT, interrupt)
-    try:
-        for piece in pieces:
-            yield piece
-            if received:
-                raise KeyboardInterrupt
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def _as_json(result: Result, prompt: str) -> dict[str, Any]:

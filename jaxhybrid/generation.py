@@ -49,6 +49,11 @@ def prefill(model: Model, cache: Cache, group: list[list[int]], wanted: Settings
     return logits[np.asarray([unique.index(o) for o in owner])], cache
 
 
+def common_length(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many entries two sequences have in common at their start."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
 class Generation:
     """Rows that generate side by side, from the logits after their prompts to their last token."""
 

@@ -22,7 +22,8 @@ def build_parser() -> argparse.ArgumentParser:
         description="Describe a model from its configuration, and check its files; no weight is read.",
     )
     add = parser.add_argument
-    add("model", nargs="?", metavar="MODEL", help="a folder or a hub id (default: the model in this package)")
+    which = "a folder, a .gguf file or a hub id (default: the model in this package)"
+    add("model", nargs="?", metavar="MODEL", help=which)
     add("--cache-dtype", choices=["float32", "bfloat16"], default="float32", help="of K and V")
     add("--json", action="store_true", help="one JSON object")
     add("--debug", action="store_true", help="show the traceback of an error")

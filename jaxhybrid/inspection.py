@@ -14,11 +14,10 @@ import jax.numpy as jnp
 from jaxhybrid.engine import embedded_folder
 from jaxhybrid.errors import CheckpointError
 from jaxhybrid.families import hparams_from_config
-from jaxhybrid.files.config import read_config
 from jaxhybrid.files.hub import resolve_model
 from jaxhybrid.files.mapping import Mapping, map_tensors
 from jaxhybrid.files.quantized import Stored
-from jaxhybrid.files.tensors import TensorFiles
+from jaxhybrid.files.source import ModelFiles
 from jaxhybrid.hparams import (
     AttentionHparams,
     GatedDeltaHparams,
@@ -132,20 +131,20 @@ class Inspection:
 
 
 def inspect(path: str | Path | None = None, *, dtype: Any = jnp.float32) -> Inspection:
-    """Describe the model in a folder or of a hub id (None: the one inside this package); no weight is read.
+    """Describe the model in a folder or .gguf file, or of a hub id (None: the one inside this package).
 
     dtype: of K, V and convolution histories, for the bytes of a cache; the other states are float32. Raises
     CheckpointError or HparamsError when there is no model or its configuration is not understood; errors in
     the weights are in the result.
     """
     folder = embedded_folder() if path is None else resolve_model(str(path))
-    config = read_config(folder)
-    hparams = hparams_from_config(config)
+    found = ModelFiles(folder)
+    hparams = hparams_from_config(found.config)
     quantization = None
     mapping = stored_bytes = unreadable = None
     try:
-        quantization = Stored.of(config, folder / "config.json")
-        files = TensorFiles(folder)
+        quantization = Stored.of(found.config, found.where)
+        files = found.tensors()
         mapping, stored_bytes = map_tensors(hparams, files), files.total_bytes
     except CheckpointError as error:
         unreadable = str(error)

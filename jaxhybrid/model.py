@@ -72,8 +72,8 @@ def _final_norm(params: Params, x: Array) -> Array:
     return rms_norm(x, params["norm"]["weight"], hp.norm_eps, hp.norm_offset).astype(params.dtype)
 
 
-def _logits(params: Params, x: Array) -> Array:
-    """The head: normed x [..., D] to float32 [..., V]."""
+def head(params: Params, x: Array) -> Array:
+    """Hidden states after the final norm, [..., D], to logits float32 [..., V]."""
     hp = params.hparams
     weight = params["embed" if hp.tie_embeddings else "head"]["weight"]
     logits = times(linear(x, weight, dtype=jnp.dtype(jnp.float32)), hp.logits_multiplier)
@@ -110,7 +110,7 @@ def step(params: Params, cache: Cache, ubatch: Ubatch) -> tuple[StepOutput, Cach
     nothing changed and `status` says so.
     """
     hidden, status, cache = encode(params, cache, ubatch)
-    return StepOutput(logits=_logits(params, hidden), status=status), cache
+    return StepOutput(logits=head(params, hidden), status=status), cache
 
 
 def encode(params: Params, cache: Cache, ubatch: Ubatch) -> tuple[Array, Array, Cache]:
@@ -178,4 +178,4 @@ def forward(params: Params, tokens: Array, lengths: Array | None = None) -> Arra
             shapes = layer.recurrent.state_shapes
             state = RowStates({n: jnp.zeros((rows, *s), jnp.float32) for n, s in shapes.items()})
         x, _ = _block(params, i, x, embedded, (causal, state), positions, lengths)
-    return _logits(params, _final_norm(params, x))
+    return head(params, _final_norm(params, x))

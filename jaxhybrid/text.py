@@ -10,6 +10,7 @@ from tokenizers.processors import TemplateProcessing
 
 from jaxhybrid.chat import ChatTemplate, one_line, read_chat_template, read_json
 from jaxhybrid.errors import TokenizerError, UsageError
+from jaxhybrid.files.source import gguf_part, is_gguf
 
 BROKEN = "\ufffd"
 """What decoding writes for bytes that are no character, or not yet one."""
@@ -19,7 +20,8 @@ class Tokenizer:
     """The tokenizer of a model folder in Hugging Face layout; `load` makes one.
 
     `bos_id` (int or None) and `eos_ids` (frozenset of int) come from generation_config.json, else
-    config.json, else the texts in tokenizer_config.json.
+    config.json, else the texts in tokenizer_config.json. `backend` is what does the work; `special_tokens`
+    maps names such as "bos_token" to texts.
     """
 
     def __init__(
@@ -36,21 +38,24 @@ class Tokenizer:
         `source` names the tokenizer in messages."""
         backend.no_truncation()
         backend.no_padding()
-        self._backend = backend
+        self.backend = backend
+        self.special_tokens = dict(special_tokens or {})
         self._source = source
-        self._special_tokens = dict(special_tokens or {})
         self._chat_template = chat_template
         self.bos_id = bos_id
         self.eos_ids = frozenset(eos_ids)
 
     @classmethod
     def load(cls, folder: str | Path) -> "Tokenizer":
-        """Reads tokenizer.json and, where there, tokenizer_config.json, special_tokens_map.json,
-        generation_config.json, config.json, chat_template.jinja and chat_template.json.
+        """Reads what a .gguf file holds, or tokenizer.json and, where there, tokenizer_config.json,
+        special_tokens_map.json, generation_config.json, config.json, chat_template.jinja and
+        chat_template.json.
 
         Raises TokenizerError that names the file and the remedy.
         """
         folder = Path(folder)
+        if is_gguf(folder):
+            return gguf_part("tokenizer").load_tokenizer(folder)
         file = folder / "tokenizer.json"
         try:
             backend = tokenizers.Tokenizer.from_str(file.read_text(encoding="utf-8"))
@@ -81,15 +86,27 @@ class Tokenizer:
     @cached_property
     def vocab_size(self) -> int:
         """One more than the largest token id."""
-        return max(self._backend.get_vocab().values(), default=-1) + 1
+        return max(self.backend.get_vocab().values(), default=-1) + 1
 
     def token_id(self, text: str) -> int | None:
         """The id of the token written exactly `text`, None when there is none."""
-        return self._backend.token_to_id(text)
+        return self.backend.token_to_id(text)
 
     def special_id(self, text: str) -> int | None:
         """The id of the special token written `text`, which `decode` leaves out; else None."""
         return self.token_id(text) if text in self._special_texts else None
+
+    @property
+    def prefix_id(self) -> int | None:
+        """The token that stands where a text has nothing before it: BOS, or EOS where there is none."""
+        named = [self.token_id(self.special_tokens.get(f"{name}_token", "")) for name in ("bos", "eos")]
+        found = [*named, self.bos_id, *sorted(self.eos_ids)]
+        return next((token for token in found if token is not None), None)
+
+    @property
+    def adds_bos(self) -> bool:
+        """Whether `encode` puts BOS before a text."""
+        return self.bos_id is not None and self.encode("")[:1] == [self.bos_id]
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`; with `add_special_tokens`, BOS and the like where the model has
@@ -100,17 +117,31 @@ class Tokenizer:
             raise UsageError(
                 f"the text is not valid Unicode at character {error.start}: give it as UTF-8"
             ) from error
-        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """Text of token ids; ids that the tokenizer does not know are left out, and bytes that
         are no character become U+FFFD."""
         ids = [_checked_id(i) for i in ids]
-        return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+        return self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    @property
+    def chat_templates(self) -> dict[str, str]:
+        """The jinja sources by name, "default" among them; empty where there is none."""
+        return {} if self._chat_template is None else dict(self._chat_template.sources)
 
     @property
     def has_chat_template(self) -> bool:
         return self._chat_template is not None
+
+    def check_chat_template(self) -> ChatTemplate:
+        """The template; TokenizerError when there is none."""
+        if self._chat_template is None:
+            raise TokenizerError(
+                f"{self._source} has no chat template: give a plain prompt, or add "
+                "chat_template.jinja to the folder"
+            )
+        return self._chat_template
 
     def apply_chat_template(
         self,
@@ -124,13 +155,8 @@ class Tokenizer:
         Raises TokenizerError when there is no template or it refuses, UsageError for messages of
         another form.
         """
-        if self._chat_template is None:
-            raise TokenizerError(
-                f"{self._source} has no chat template: give a plain prompt, or add "
-                "chat_template.jinja to the folder"
-            )
-        names = self._special_tokens | extra | {"add_generation_prompt": add_generation_prompt}
-        return self._chat_template.render(messages, names)
+        names = self.special_tokens | extra | {"add_generation_prompt": add_generation_prompt}
+        return self.check_chat_template().render(messages, names)
 
     def encode_chat(
         self,
@@ -145,17 +171,17 @@ class Tokenizer:
 
     def shows(self, token: int, skip_special_tokens: bool = True) -> bool:
         """Whether `decode` writes anything for the token, rather than leaving it out."""
-        text = self._backend.id_to_token(_checked_id(token))
+        text = self.backend.id_to_token(_checked_id(token))
         return text is not None and not (skip_special_tokens and text in self._special_texts)
 
     def is_byte(self, token: int) -> bool:
         """Whether the token is one raw byte, written like <0xFF> in SentencePiece vocabularies."""
-        text = self._backend.id_to_token(_checked_id(token)) or ""
+        text = self.backend.id_to_token(_checked_id(token)) or ""
         return len(text) == 6 and text.startswith("<0x") and text.endswith(">")
 
     @cached_property
     def _special_texts(self) -> frozenset[str]:
-        added = self._backend.get_added_tokens_decoder().values()
+        added = self.backend.get_added_tokens_decoder().values()
         return frozenset(token.content for token in added if token.special)
 
 

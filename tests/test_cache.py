@@ -1,5 +1,6 @@
 """Operations on the cache as a value: what they do, what they refuse, what they leave alone."""
 
+import dataclasses
 from functools import partial
 
 import chex
@@ -363,3 +364,16 @@ def test_a_full_cache_changes_nothing(kind):
     assert np.asarray(out.status).tolist() == [NO_ROOM] * 3
     # every buffer, and every cell and slot of the books, is as it was
     chex.assert_trees_all_equal(after, cache)
+
+
+def test_a_context_shorter_than_the_window_can_be_filled():
+    params = tiny.params("sliding_window")
+    hp = params.hparams
+    attention = tuple(a and dataclasses.replace(a, window=a.window and 300) for a in hp.attention)
+    params = params.replace(hparams=dataclasses.replace(hp, attention=attention))
+    cache = jh.create_cache(params.hparams, 16, 1, cell_multiple=8)
+    for length in (12, 4):
+        _, cache = jh.decode(params, cache, jh.Batch([1] * length))
+    assert jh.seq_pos_max(cache, 0) == 15
+    with pytest.raises(jh.CacheFullError, match="attention cache"):
+        jh.decode(params, cache, jh.Batch([1]))

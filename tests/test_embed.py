@@ -120,7 +120,7 @@ def test_the_command_writes_json_lines_or_an_array(model, run, folder, tmp_path)
     ("arguments", "stdin", "message"),
     [
         ([], b"", "standard input: no texts, it is empty"),
-        ([], b"\xff", "standard input: byte 0 is not UTF-8"),
+        ([], b"\xff", "standard input: byte 0 (0xff) is not UTF-8"),
         (["--file", "nowhere.txt"], b"", "nowhere.txt: No such file"),
         (["a", "--file", "x"], b"", "choose one"),
         (["a", "--output", "x.json"], b"", "must end in .npz"),

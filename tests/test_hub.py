@@ -24,13 +24,15 @@ ROOT = Path(__file__).parents[1]
 # The hub library reads its environment at import, so each call that needs one gets a process.
 DRIVER = """
 import json, sys
+from huggingface_hub import constants
 from jaxhybrid.files.hub import resolve_model
-from jaxhybrid.errors import CheckpointError
+constants.DOWNLOAD_CHUNK_SIZE = 16  # so that small files arrive in pieces
+from jaxhybrid.errors import CheckpointError, UsageError
 results = []
 for model, options in json.loads(sys.argv[1]):
     try:
         results.append(["ok", str(resolve_model(model, progress=False, **options))])
-    except CheckpointError as error:
+    except (CheckpointError, UsageError) as error:
         results.append(["error", str(error)])
 print(json.dumps(results))
 """
@@ -47,6 +49,7 @@ MODEL = {
     "README.md": b"# words",
     "pytorch_model.bin": b"pickle",
     "consolidated.safetensors": WEIGHTS,
+    "model.fp16.safetensors": WEIGHTS,
     "adapter_model.safetensors": WEIGHTS,
     "onnx/model.onnx": b"onnx",
     "onnx/model.safetensors": WEIGHTS,
@@ -54,7 +57,7 @@ MODEL = {
 WANTED = sorted(
     name
     for name in MODEL
-    if name not in ("README.md", "pytorch_model.bin", "consolidated.safetensors")
+    if name not in ("README.md", "pytorch_model.bin", "consolidated.safetensors", "model.fp16.safetensors")
     and not name.startswith(("onnx/", "adapter_"))
 )
 INDEX = {"weight_map": {"a": "model-00001-of-00002.safetensors", "w": "model-2.safetensors"}}
@@ -72,7 +75,17 @@ REPOS: dict[str, dict[str, bytes]] = {
         "model-2.safetensors": WEIGHTS,
     },
     "owner/data": {"train.csv": b"1,2"},
+    "owner/quants": {
+        "README.md": b"# words",
+        "small-Q4_K_M.gguf": b"GGUF q4_k_m",
+        "small-Q4_K_S.gguf": b"GGUF q4_k_s",
+        "small-Q4_0.gguf": b"GGUF q4_0",
+        "BF16/small-BF16-00001-of-00002.gguf": b"GGUF one",
+        "BF16/small-BF16-00002-of-00002.gguf": b"GGUF two",
+        "half-F32-00001-of-00002.gguf": b"GGUF one",
+    },
 }
+REVISIONS = ("main", "v1.0", "refs/pr/7")
 REFUSED = {
     "owner/gated": (403, "GatedRepo"),
     "owner/forbidden": (403, "Other"),
@@ -86,20 +99,20 @@ class Hub(BaseHTTPRequestHandler):
         self.do_GET()
 
     def do_GET(self) -> None:
-        path = unquote(urlsplit(self.path).path).strip("/")
-        self.server.seen.append((self.command, path))  # type: ignore[attr-defined]
+        path = urlsplit(self.path).path.strip("/")
+        self.server.seen.append((self.command, unquote(path)))  # type: ignore[attr-defined]
         api = path.startswith("api/models/")
         path = path.removeprefix("api/models/")
         marks = ("/revision/", "/tree/") if api else ("/resolve/",)
         mark = next((mark for mark in marks if mark in path), None)
         repo, _, rest = path.partition(mark) if mark else (path, "", "")
-        revision, _, name = rest.partition("/")
+        revision, name = (unquote(part) for part in rest.partition("/")[::2])
         if repo not in REPOS:
             return self.reply(404, b"{}", {"X-Error-Code": "RepoNotFound"})
         if repo in REFUSED:
             status, code = REFUSED[repo]
             return self.reply(status, b"{}", {"X-Error-Code": code})
-        if revision not in ("main", SHA):
+        if revision not in (*REVISIONS, SHA):
             return self.reply(404, b"{}", {"X-Error-Code": "RevisionNotFound"})
         files = REPOS[repo]
         if mark == "/revision/":
@@ -117,7 +130,13 @@ class Hub(BaseHTTPRequestHandler):
         if name not in files:
             return self.reply(404, b"", {"X-Error-Code": "EntryNotFound"})
         etag = f'"{digest(files[name])}"'
-        return self.reply(200, files[name], {"ETag": etag, "X-Repo-Commit": SHA})
+        headers, data, status = {"ETag": etag, "X-Repo-Commit": SHA}, files[name], 200
+        if start := self.headers.get("Range"):
+            first = int(start.removeprefix("bytes=").removesuffix("-"))
+            headers["Content-Range"] = f"bytes {first}-{len(data) - 1}/{len(data)}"
+            data, status = data[first:], 206
+            self.server.ranges.append((name, first))  # type: ignore[attr-defined]
+        self.reply(status, data, headers)
 
     def reply(self, status: int, data: bytes, headers: dict[str, str]) -> None:
         self.send_response(status)
@@ -125,6 +144,11 @@ class Hub(BaseHTTPRequestHandler):
             self.send_header(key, value)
         self.end_headers()
         if self.command == "GET":
+            lost = self.server.lost  # type: ignore[attr-defined]
+            name = unquote(self.path.rpartition("/")[2])
+            if name in lost:
+                lost.remove(name)
+                data, self.close_connection = data[: len(data) // 2], True
             self.wfile.write(data)
 
     def log_message(self, format: str, *args: Any) -> None:
@@ -138,7 +162,7 @@ def digest(data: bytes) -> str:
 @pytest.fixture
 def hub() -> Iterator[ThreadingHTTPServer]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    server.seen = []  # type: ignore[attr-defined]
+    server.seen, server.ranges, server.lost = [], [], []  # type: ignore[attr-defined]
     thread = threading.Thread(target=server.serve_forever, args=(0.02,))
     thread.start()
     yield server
@@ -204,6 +228,69 @@ def test_refusals_say_what_to_do(hub: ThreadingHTTPServer, tmp_path: Path) -> No
     for (model, _, words), (kind, text) in zip(expected, results, strict=True):
         assert kind == "error" and "\n" not in text, (model, text)
         assert model in text and all(word in text for word in words), (model, text)
+
+
+def test_revisions_and_gguf_files_by_name(hub: ThreadingHTTPServer, tmp_path: Path) -> None:
+    port = hub.server_address[1]
+    quants = {
+        "owner/quants/small-Q4_0.gguf": b"GGUF q4_0",
+        "owner/quants:Q4_K_M": b"GGUF q4_k_m",
+        "owner/quants:small-q4_k_s.gguf": b"GGUF q4_k_s",
+        "owner/quants:bf16@v1.0": b"GGUF one",
+        "owner/quants/BF16/small-BF16-00002-of-00002.gguf@main": b"GGUF one",
+    }
+    models = ["owner/model@v1.0", "owner/model@refs/pr/7", f"legacy@{SHA}"]
+    wrong = {
+        "owner/model@v9": ["no revision 'v9'", "branches or tags"],
+        "owner/quants": ["no config.json", "name a .gguf file"],
+        "owner/quants:Q4_K": ["no file is 'Q4_K'", "'small-Q4_0.gguf'"],
+        "owner/quants:small": ["several files are 'small'", "name one"],
+        "owner/quants/none.gguf": ["no file is 'none.gguf'"],
+        "owner/quants:F32": ["not complete, 1 files are there"],
+        "owner/data:Q8_0": ["no file is 'Q8_0' (there is no .gguf file)"],
+        "owner/missing:Q8_0": ["no such model", "spelling"],
+        "owner/gated/model-Q8_0.gguf": ["restricted", "hf auth login"],
+        "owner/quants:../x.gguf": ["folder not found"],
+    }
+    results = call(port, tmp_path, *((name, {}) for name in (*quants, *models, *wrong)))
+    for name, (kind, text) in zip((*quants, *models, *wrong), results, strict=True):
+        if name in wrong:
+            assert kind == "error" and "\n" not in text and all(w in text for w in wrong[name]), (name, text)
+        elif name in quants:
+            assert kind == "ok" and Path(text).read_bytes() == quants[name], (name, text)
+        else:
+            assert kind == "ok" and (Path(text) / "model.safetensors").read_bytes() == WEIGHTS
+    assert (Path(results[3][1]).parent / "small-BF16-00002-of-00002.gguf").read_bytes() == b"GGUF two"
+    hub.shutdown()
+    hub.server_close()
+    n = len(quants) + len(models)
+    again = call(port, tmp_path, *((name, {}) for name in (*quants, *models)), HF_HUB_OFFLINE="1")
+    assert again == results[:n]
+    twice = call(port, tmp_path, ("owner/model@v1.0", {"revision": "main"}))
+    assert twice[0][0] == "error" and "has a revision already" in twice[0][1]
+
+
+def test_a_download_goes_on_where_the_connection_was_lost(hub: ThreadingHTTPServer, tmp_path: Path) -> None:
+    hub.lost += ["model.safetensors", "tokenizer.json"]  # type: ignore[attr-defined]
+    [[kind, folder]] = call(hub.server_address[1], tmp_path, ("owner/model", {}))
+    assert kind == "ok" and (Path(folder) / "model.safetensors").read_bytes() == WEIGHTS
+    assert (Path(folder) / "tokenizer.json").read_bytes() == MODEL["tokenizer.json"]
+    continued = dict(hub.ranges)  # type: ignore[attr-defined]
+    assert 0 < continued["model.safetensors"] <= len(WEIGHTS) // 2
+
+
+def test_files_that_are_complete_are_not_downloaded_again(hub: ThreadingHTTPServer, tmp_path: Path) -> None:
+    port = hub.server_address[1]
+    REPOS["owner/model"] = {k: v for k, v in MODEL.items() if k != "model.safetensors"}
+    try:
+        [[kind, text]] = call(port, tmp_path, ("owner/model", {}))
+    finally:
+        REPOS["owner/model"] = MODEL
+    assert kind == "error" and "safetensors" in text
+    del hub.seen[:]  # type: ignore[attr-defined]
+    [[kind, folder]] = call(port, tmp_path, ("owner/model", {}))
+    fetched = [path for method, path in hub.seen if method == "GET" and "/resolve/" in path]  # type: ignore[attr-defined]
+    assert kind == "ok" and [path.rpartition("/")[2] for path in fetched] == ["model.safetensors"]
 
 
 def test_no_network_and_nothing_cached(hub: ThreadingHTTPServer, tmp_path: Path) -> None:
@@ -287,13 +374,18 @@ def test_local_paths_never_reach_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert resolve_model("owner/name") == Path("owner/name")
     assert resolve_model("~/owner/name") == folder
     assert resolve_model(str(folder)) == folder
+    (tmp_path / "owner" / "name@v1").mkdir()
+    assert resolve_model("owner/name@v1") == Path("owner/name@v1")
+    (tmp_path / "m.gguf").touch()
+    assert resolve_model("m.gguf") == Path("m.gguf")
     with pytest.raises(UsageError, match="no revision"):
         resolve_model(str(folder), revision="main")
-    (tmp_path / "m.gguf").touch()
     (tmp_path / "m.txt").touch()
+    assert resolve_model("m.gguf") == Path("m.gguf")
+    with pytest.raises(UsageError, match="no revision"):
+        resolve_model("m.gguf", revision="main")
     for model, words in {
-        "m.gguf": [".gguf is not supported", "give the folder"],
-        "m.txt": ["is a file", "give the folder"],
+        "m.txt": ["is a file", "give a .gguf file, or the folder"],
         "./missing": ["folder not found", "owner/name"],
         "owner/name/missing": ["folder not found"],
         "owner/missing.gguf": ["folder not found"],

@@ -13,9 +13,11 @@ import tiny
 
 import jaxhybrid as jh
 from jaxhybrid import conversation as module
-from jaxhybrid.conversation import Conversation, converse
-from jaxhybrid.errors import CheckpointError, UsageError
+from jaxhybrid import terminal
+from jaxhybrid.conversation import Conversation
+from jaxhybrid.errors import CheckpointError, TokenizerError, UsageError
 from jaxhybrid.session import load_session, save_session
+from jaxhybrid.terminal import converse
 
 command = importlib.import_module("jaxhybrid.generate")
 SETTINGS = {"max_tokens": 6, "n_ctx": 128}
@@ -102,25 +104,202 @@ def test_snapshots_are_few(model, monkeypatch):
     assert len(talk.snapshots) == 4 and max(talk.snapshots) == len(talk.tokens) - 2
 
 
-def test_commands_on_the_terminal(model, monkeypatch, capsys):
-    lines = iter(["hi", "/edit ho", "/undo", "/undo", "/edit", "/quit", ""])
+# as the templates of reasoning models do: what a reply begins with is left out once there is another message
+STRIPPING = """\
+{%- for message in messages -%}
+{{ '<|' + message.role + '|>' }}
+{%- if message.role == 'assistant' and not loop.last -%}{{ message.content[3:] }}
+{%- else -%}{{ message.content }}{%- endif -%}<|end|>
+{%- endfor -%}
+{%- if add_generation_prompt -%}<|assistant|>think:{%- endif -%}
+"""
 
-    def typed(prompt):
-        try:
-            return next(lines)
-        except StopIteration:
-            raise EOFError from None
 
-    monkeypatch.setattr("builtins.input", typed)
+@pytest.mark.parametrize("which", ["hybrid", "attention"])
+def test_old_reasoning_that_a_template_leaves_out(which, computed, tmp_path):
+    """Each turn goes back to the end of the message before the reply that changed, and no further."""
+    layers = {"hybrid": {}, "attention": {"layer_types": ["attention"] * 2}}[which]
+    folder = tiny.write_folder(tmp_path, tiny.CONFIG | layers)
+    (folder / "chat_template.jinja").write_text(STRIPPING)
+    chosen = jh.load(folder)
+    talk = Conversation(chosen, SETTINGS)
+    for n, text in enumerate(["hello", "and again", "once more"]):
+        talk.say(text, silent)
+        assert talk.computed == sum(computed)
+        said = [*talk.messages[:-1]]
+        prompt = chosen.tokenizer.encode_chat(said)
+        assert talk.tokens[: len(prompt)] == prompt
+        assert talk.tokens[len(prompt) :] == fresh(chosen, prompt)
+        if n:
+            end_of_message = len(chosen.tokenizer.encode_chat(said[:-2], add_generation_prompt=False))
+            known = end_of_message + (1 if which == "attention" else 0)  # <|assistant|> is in both
+            assert sum(computed) == len(prompt) - known
+        del computed[:]
+
+
+def test_ctrl_c_keeps_what_was_computed(model, computed):
+    def impatient(text):
+        if text:
+            raise KeyboardInterrupt
+
+    talk = Conversation(model, SETTINGS | {"dispatch": 2, "ignore_eos": True})
+    talk.say("a first message of some length", silent)
+    result = talk.say("and this", impatient)
+    assert result.finish_reason == "interrupted" and talk.messages[-1]["content"] == result.text
+    before = len(talk.held)
+    assert talk.cache is not None and before > 30
+    del computed[:]
+    talk.say("more", silent)
+    assert sum(computed) < 30  # the reply and the new message, not what came before
+    assert talk.tokens[-6:] == fresh(model, talk.tokens[:-6])
+
+
+def test_a_stop_string_costs_no_more_than_the_reply(model, computed):
+    reply = Conversation(model, SETTINGS | {"ignore_eos": True}).say("a message of some length", silent)
+    stop = next(c for c in reply.text if c.isprintable() and c != "\ufffd")
+    talk = Conversation(model, SETTINGS | {"stop": (stop,), "ignore_eos": True})
+    talk.say("a message of some length", silent)
+    assert talk.held and talk.cache is not None
+    del computed[:]
+    talk.say("more", silent)
+    assert sum(computed) <= 6 + 8
+
+
+def test_copies_go_their_own_ways(model, computed):
     talk = Conversation(model, SETTINGS)
-    assert converse(talk, quiet=True) == 0
-    err = capsys.readouterr().err.splitlines()
-    assert talk.messages == []
-    assert err == [
-        "error: there is no turn to take back",
-        "error: /edit: give the text to say instead",
-        "error: /quit: the commands are /edit TEXT and /undo; begin with a space to say it",
+    talk.say("hello there", silent)
+    other = talk.fork()
+    del computed[:]
+    there, here = other.say("one", silent), talk.say("two", silent)
+    assert max(computed) < 10  # neither computes what both had
+    for branch, result, text in ((other, there, "one"), (talk, here, "two")):
+        prompt = model.tokenizer.encode_chat(branch.messages[:-1])
+        assert branch.messages[-2]["content"] == text and result.tokens == fresh(model, prompt)
+
+
+def test_a_template_that_is_missing_or_refuses(tmp_path, model):
+    folder = tiny.write_folder(tmp_path)
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "<|end|>"}')
+    with pytest.raises(TokenizerError, match="has no chat template: give a plain prompt"):
+        Conversation(jh.load(folder), SETTINGS)
+    refusing = "{% if not add_generation_prompt %}{{ raise_exception('end with a message') }}{% endif %}"
+    (folder / "chat_template.jinja").write_text(refusing + tiny.CHAT_TEMPLATE)
+    talk = Conversation(jh.load(folder), SETTINGS)
+    talk.say("hello", silent)  # where the message ends is found when it can be
+    again = talk.say("again", silent).tokens
+    assert again == fresh(model, model.tokenizer.encode_chat(talk.messages[:3]))
+    (folder / "chat_template.jinja").write_text("{{ raise_exception('no\nmessages') }}")
+    talk = Conversation(jh.load(folder), SETTINGS)
+    with pytest.raises(TokenizerError, match="refuses these messages: no messages"):
+        talk.say("hello", silent)
+    assert talk.messages == [] and talk.turns == []
+
+
+@pytest.fixture
+def type_lines(monkeypatch, capsys):
+    """Has a conversation with these lines: (exit code, standard output, lines of standard error)."""
+
+    def type_lines(talk, *lines, quiet=True, save_to=None):
+        waiting = iter(lines)
+
+        def typed(prompt=""):
+            try:
+                line = next(waiting)
+            except StopIteration:
+                raise EOFError from None
+            if line is KeyboardInterrupt:
+                raise line
+            return line
+
+        monkeypatch.setattr("builtins.input", typed)
+        code = converse(talk, quiet, save_to)
+        out, err = capsys.readouterr()
+        return code, out, [line.removeprefix("> ") for line in err.splitlines()]
+
+    return type_lines
+
+
+def test_commands_on_the_terminal(model, type_lines):
+    talk = Conversation(model, SETTINGS)
+    lines = [
+        "hi",
+        "/edit ho",
+        "/undo",
+        "/undo",
+        "/edit",
+        "/exit",
+        "/",
+        KeyboardInterrupt,
+        " /undo",
+        "/quit",
+        "x",
     ]
+    code, out, err = type_lines(talk, *lines)
+    assert code == 0
+    assert [m["content"] for m in talk.messages[::2]] == ["/", " /undo"]  # these were said
+    told = [line.replace("> ", "") for line in err]
+    assert "* main: 0 turns" in told[0]
+    assert told[1:4] == [
+        "error: there is no turn to take back",
+        "error: there is no message to edit",
+        "error: /exit: no such command, /help lists them; begin with a space to say it",
+    ]
+
+
+def test_branches_saving_and_loading_on_the_terminal(model, type_lines, tmp_path):
+    talk = Conversation(model, SETTINGS)
+    kept = tmp_path / "with space"
+    lines = ["hello", "/fork b", "in b", "/switch main", "in main", f"/save {kept}", "/undo", "/undo"]
+    lines += [
+        f"/load {kept}",
+        "/switch",
+        "/switch nowhere",
+        "/fork b",
+        "/fork",
+        "/load",
+        "/load nowhere",
+        "/help",
+    ]
+    code, out, err = type_lines(talk, *lines)
+    told = [line.replace("> ", "").replace("b> ", "") for line in err]
+    assert code == 0 and "b: 1 turns" in told[0] and "main: 1 turns" in told[1]
+    assert told[2] == f"saved to {kept}"
+    assert "main: 1 turns" in told[3] and "main: 0 turns" in told[4]
+    assert "main: 2 turns" in told[5] and told[5].endswith("the last: 'in main'")
+    assert told[6].startswith("* main: 2 turns") and told[7].startswith("  b: 2 turns")
+    for line, words in zip(
+        told[8:13],
+        ["there are main, b", "one of this name", "a name", "give a folder", "no saved"],
+        strict=True,
+    ):
+        assert line.startswith("error: /") or line.startswith("error: nowhere")
+        assert words in line
+    assert [line.split()[0] for line in told[13:]] == [h.split()[0] for h in terminal.HELP]
+    assert load_session(kept, model, SETTINGS).messages[2]["content"] == "in main"
+
+
+def test_nothing_but_a_kept_session_is_replaced(model, type_lines, tmp_path):
+    (tmp_path / "mine").write_text("precious")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "notes").write_text("precious")
+    talk = Conversation(model, SETTINGS)
+    _, _, err = type_lines(talk, "hi", f"/save {tmp_path / 'mine'}", f"/save {tmp_path / 'folder'}")
+    assert (tmp_path / "mine").read_text() == (tmp_path / "folder" / "notes").read_text() == "precious"
+    assert "error: " in err[0]
+
+
+def test_colours_are_for_terminals(monkeypatch, capsys):
+    for environment, coloured in (({"TERM": "xterm"}, True), ({"TERM": "xterm", "NO_COLOR": "1"}, False)):
+        monkeypatch.delenv("NO_COLOR", raising=False)
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+        terminal.note("error: [red]x[/red] :smile:", "red")
+        shown = capsys.readouterr().err
+        assert ("\033[31m" in shown) is coloured and "[red]x[/red] :smile:" in shown
+    monkeypatch.undo()
+    terminal.note("a" * 500, "dim")
+    assert capsys.readouterr().err == "a" * 500 + "\n"
 
 
 # ---------------------------------------------------------------------------------------- on disk

@@ -1,7 +1,7 @@
 """Models, caches and sequences on disk."""
 
 from jaxhybrid.files.cache_files import load_cache, load_sequence, save_cache, save_sequence
-from jaxhybrid.files.load import load_params, save_params
+from jaxhybrid.files.load import load_params, save_params, write_gguf
 
 __all__ = [
     "load_cache",
@@ -10,4 +10,5 @@ __all__ = [
     "save_cache",
     "save_params",
     "save_sequence",
+    "write_gguf",
 ]

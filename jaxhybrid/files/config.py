@@ -28,8 +28,8 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"{folder}: folder not found; give the folder that holds config.json")
     if not path.is_file():
         raise CheckpointError(
-            f"{path}: file not found (the folder holds {holds(folder)}); "
-            "give a Hugging Face model folder, with config.json and .safetensors files"
+            f"{path}: file not found (the folder holds {holds(folder)}); give a .gguf file, or a "
+            "Hugging Face model folder, with config.json and .safetensors files"
         )
     remedy = "download the file again"
     config = parse_json(read_bytes(path), str(path), remedy, object_hook=_unwrap_float)

@@ -1,4 +1,4 @@
-"""Hugging Face folders to parameters and back."""
+"""Hugging Face folders and GGUF files to parameters and back."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ import numpy as np
 from jaxhybrid.errors import CheckpointError
 from jaxhybrid.families import Source, hparams_from_config, tensors_of
 from jaxhybrid.files import quantized
-from jaxhybrid.files.config import read_config, write_json
+from jaxhybrid.files.config import write_json
 from jaxhybrid.files.hub import resolve_model
 from jaxhybrid.files.mapping import FLOATS, Mapping, map_tensors, read_parameter, split_parameter
-from jaxhybrid.files.tensors import TensorFiles, write_safetensors
+from jaxhybrid.files.source import ModelFiles, Tensors, gguf_part
+from jaxhybrid.files.tensors import write_safetensors
 from jaxhybrid.model import spec
 from jaxhybrid.ops.quantized import QuantizedMatrix, Weight, quantize_array
 from jaxhybrid.params import Params, TensorSpec, flatten, unflatten
+from jaxhybrid.text import Tokenizer
 from jaxhybrid.weights import check_format, format_name, format_of
 
 Progress = Callable[[int, int], None]
@@ -30,21 +32,23 @@ Progress = Callable[[int, int], None]
 def load_params(
     path: str | Path, dtype: Any = None, *, quantize: str | None = None, progress: Progress | None = None
 ) -> Params:
-    """Parameters of a Hugging Face folder or hub id, every tensor checked against `spec(hparams)`.
+    """Parameters of a Hugging Face folder, .gguf file or hub id, all tensors checked against `spec(hparams)`.
 
     dtype: of the weights; None keeps what the files have (float16 becomes bfloat16, whose range the
-    activations need). Norms, decays and biases are float32 always. quantize: "int8", "int8_block" or
-    "int4", done tensor by tensor, so that the model is never whole and unquantized in memory; files that
-    hold quantized weights are read as they are. Raises CheckpointError or HparamsError; warns of tensors
-    that nothing uses and of weights that are not finite.
+    activations need; blocks of a GGUF file become float32). Norms, decays and biases are float32 always.
+    quantize: "int8", "int8_block" or "int4", done tensor by tensor, so that the model is never whole and
+    unquantized in memory; files that hold quantized weights are read as they are, and so are the blocks of a
+    GGUF file that have the layout asked for (Q8_0 for "int8_block", Q4_0 for "int4"). Raises CheckpointError
+    or HparamsError; warns of tensors that nothing uses and of weights that are not finite.
     """
     folder = resolve_model(str(path))
     check_format(quantize)
-    config = read_config(folder)
-    hparams, kept = hparams_from_config(config), quantized.Stored.of(config, folder / "config.json")
+    found_files = ModelFiles(folder, quantize)
+    hparams = hparams_from_config(found_files.config)
+    files = found_files.tensors()
+    kept = quantized.Stored.of(found_files.config, found_files.where)
     if kept is not None and quantize not in (None, kept.format):
         raise CheckpointError(f"{folder}: its weights are {kept.format} already; load it without quantize")
-    files = TensorFiles(folder)
     mapping = map_tensors(hparams, files)
     mapping.raise_for_errors()
     if mapping.unexpected:
@@ -70,7 +74,7 @@ def load_params(
             finite = _all_finite(stored)
             # the device may take over what was read: nothing else holds it
             array = jax.device_put(stored, may_alias=True)
-            form = None if kept else format_of(tensor, quantize)
+            form = format_of(tensor, quantize)
             if form is None:
                 found[name] = array.astype(jnp.float32 if tensor.float32 else weights_dtype)
             else:
@@ -126,8 +130,23 @@ def save_params(params: Params, folder: str | Path, config: dict[str, Any], dtyp
     write_json(folder / "config.json", config)
 
 
+def write_gguf(
+    params: Params, path: str | Path, *, tokenizer: Tokenizer | None = None, dtype: str | None = None
+) -> None:
+    """Write a model as one GGUF file, which llama.cpp runs: all of it or, on any error, nothing.
+
+    dtype: "F32", "F16", "BF16", "Q8_0" or "Q4_0", of matrices; norms, decays, convolutions and routers are
+    F32, and rows that are no blocks of 32 are F16 in a quantized file. None: that of the parameters
+    (int8_block and int4 become Q8_0 and Q4_0, bit for bit where the scales fit). Without a tokenizer the file
+    runs on token ids only. One tensor at a time is in memory beside the parameters. Raises CheckpointError
+    where the format has no place for something the model has, naming it, or the file cannot be written;
+    UsageError for another dtype.
+    """
+    gguf_part("write").write(params, Path(path), tokenizer, dtype)
+
+
 def _read_quantized(
-    files: TensorFiles, pair: tuple[Source, Source], tensor: TensorSpec, dtype: jnp.dtype
+    files: Tensors, pair: tuple[Source, Source], tensor: TensorSpec, dtype: jnp.dtype
 ) -> tuple[QuantizedMatrix, bool]:
     """The weight, and whether its scales are finite."""
     values, scales = (read_parameter(files, half, (*tensor.shape[:-1], half.shapes[0][-1])) for half in pair)
@@ -137,9 +156,7 @@ def _read_quantized(
     return matrix, _all_finite(scales)
 
 
-def _weights_dtype(
-    files: TensorFiles, mapping: Mapping, kept: quantized.Stored | None, dtype: Any
-) -> jnp.dtype:
+def _weights_dtype(files: Tensors, mapping: Mapping, kept: quantized.Stored | None, dtype: Any) -> jnp.dtype:
     if dtype is not None:
         return jnp.dtype(dtype)
     if kept is not None:

@@ -13,7 +13,8 @@ from jaxhybrid.errors import CheckpointError
 from jaxhybrid.families import Source, family, tensors_of
 from jaxhybrid.files import quantized
 from jaxhybrid.files.header import DTYPES
-from jaxhybrid.files.tensors import TensorFiles, aligned_empty
+from jaxhybrid.files.source import Tensors
+from jaxhybrid.files.tensors import aligned_empty
 from jaxhybrid.hparams import Hparams
 from jaxhybrid.model import spec
 from jaxhybrid.params import flatten
@@ -50,7 +51,7 @@ class Mapping:
             raise CheckpointError(self.errors[0] + rest)
 
 
-def map_tensors(hparams: Hparams, files: TensorFiles) -> Mapping:
+def map_tensors(hparams: Hparams, files: Tensors) -> Mapping:
     """Find every parameter of a model in its files, without reading any."""
     kind = family(hparams.family)
     by_name = {_canonical(name, kind.renamed): name for name in files.names()}
@@ -94,7 +95,7 @@ def map_tensors(hparams: Hparams, files: TensorFiles) -> Mapping:
     return Mapping(found, halves, tuple(missing), tuple(misshaped), tuple(unreadable), tuple(unexpected))
 
 
-def read_parameter(files: TensorFiles, source: Source, shape: tuple[int, ...]) -> np.ndarray:
+def read_parameter(files: Tensors, source: Source, shape: tuple[int, ...]) -> np.ndarray:
     """One parameter of `shape` from its tensors."""
     if sum(map(math.prod, source.shapes)) != math.prod(shape):
         raise CheckpointError(f"tensor {source.names[0]}: {source.shapes} do not make {shape}")

@@ -5,7 +5,7 @@ config.json says so under "jaxhybrid_quantization": {"format": ..., "dtype": ...
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxhybrid.errors import CheckpointError
 from jaxhybrid.families import Source
 from jaxhybrid.files.config import show
-from jaxhybrid.files.tensors import TensorFiles
+from jaxhybrid.files.source import Tensors
 from jaxhybrid.ops.quantized import BLOCK, FORMATS
 
 ENTRY = "jaxhybrid_quantization"
@@ -31,7 +31,7 @@ class Stored:
     dtype: str
 
     @staticmethod
-    def of(config: dict[str, Any], where: object) -> Stored | None:
+    def of(config: Mapping[str, Any], where: object) -> Stored | None:
         """The entry of a configuration, None where it has none; CheckpointError where it is no use."""
         entry = config.get(ENTRY)
         if entry is None:
@@ -58,7 +58,7 @@ def halves(source: Source, packed: bool, block: int | None) -> tuple[Source, Sou
     return with_width(VALUES, 2 if packed else 1), with_width(SCALES, block)
 
 
-def find(source: Source, files: TensorFiles) -> tuple[Source, Source] | None:
+def find(source: Source, files: Tensors) -> tuple[Source, Source] | None:
     """The halves of a parameter that the files hold quantized, None where they do not.
 
     They tell its format: bytes (U8) are int4, and one scale a row is one scale a channel.
@@ -71,7 +71,7 @@ def find(source: Source, files: TensorFiles) -> tuple[Source, Source] | None:
     return halves(source, packed, None if by_channel or shape[-1] < BLOCK else BLOCK)
 
 
-def faults(pair: tuple[Source, Source], files: TensorFiles) -> Iterator[str]:
+def faults(pair: tuple[Source, Source], files: Tensors) -> Iterator[str]:
     """Sentences about tensors of a quantized parameter that are missing or not as they must be."""
     values, scales = pair
     kinds = ("I8", "U8"), ("F32",)

@@ -23,7 +23,7 @@ from jax.custom_batching import custom_vmap
 from jaxhybrid.buckets import bucket
 from jaxhybrid.kernels.platform import Precision, by_platform, powers_of_2, triton_precision
 from jaxhybrid.kernels.sight import Sight
-from jaxhybrid.ops.precision import precision_of
+from jaxhybrid.precision import precision_of
 
 Plain = Callable[[Array, Array, Array, Array, float], Array]
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxhybrid.buckets import bucket
-from jaxhybrid.ops.precision import precision_of
+from jaxhybrid.precision import precision_of
 
 Function = Callable[..., Any]
 Precision = lax.Precision | lax.DotAlgorithmPreset

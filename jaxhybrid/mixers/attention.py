@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jax import Array
 
 from jaxhybrid.hparams import AttentionHparams
 from jaxhybrid.kernels import attention as kernels
+from jaxhybrid.kernels import products
 from jaxhybrid.mixers.memory import KeyValues
 from jaxhybrid.ops.adapter import adapter_spec, with_adapter
 from jaxhybrid.ops.linear import contract, linear
@@ -109,9 +112,11 @@ def scores_of(q: Array, keys: Array) -> Array:
     rows, n_tokens, n_heads, size = q.shape
     n_kv = keys.shape[1]
     q = q.reshape(rows, n_tokens, n_kv, n_heads // n_kv, size).transpose(0, 2, 3, 1, 4)
+    shape = q.shape[:4]
     # one batch dimension, cells on the right: else XLA's CPU compiler transposes all keys
-    scores = contract("nqd,nsd->nqs", _by_head(q, keys), keys.reshape(-1, *keys.shape[2:]))
-    return _by_row(scores, keys, q.shape[:4])
+    q, keys_by_head = _by_head(q, keys), keys.reshape(-1, *keys.shape[2:])
+    scores = products.multiply(partial(contract, "nqd,nsd->nqs"), q, keys_by_head)
+    return _by_row(scores, keys, shape)
 
 
 def weighted_values(scores: Array, values: Array, mask: Array, scale: float) -> Array:

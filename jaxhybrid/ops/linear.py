@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jaxhybrid.ops.precision import precision_of
+from jaxhybrid.kernels import products
 from jaxhybrid.ops.quantized import QuantizedMatrix, Weight, quantized_product
+from jaxhybrid.precision import precision_of
 
 _FEW_ROWS = 64
 """Up to this many rows XLA's CPU compiler streams a weight at twice the speed when it stands on the left."""
@@ -51,6 +50,12 @@ def _as_two_rows(rows: Array, weight: Array) -> Array:
     return _product(jnp.concatenate([rows, rows]), weight)[:1]
 
 
+def _dense_product(rows: Array, weight: Array) -> Array:
+    if len(rows) == 1 and rows.dtype != jnp.float32:
+        return lax.platform_dependent(rows, weight, cpu=_as_two_rows, default=_product)
+    return _product(rows, weight)
+
+
 def linear(x: Array, weight: Weight, bias: Array | None = None, dtype: jnp.dtype | None = None) -> Array:
     """x [..., in] times weight [out, in] (an array or quantized) plus bias [out], accumulated in float32.
 
@@ -60,10 +65,7 @@ def linear(x: Array, weight: Weight, bias: Array | None = None, dtype: jnp.dtype
     if isinstance(weight, QuantizedMatrix):
         y = quantized_product(rows, weight)
     else:
-        product = _product
-        if len(rows) == 1 and x.dtype != jnp.float32:
-            product = partial(lax.platform_dependent, cpu=_as_two_rows, default=_product)
-        y = product(rows, weight.astype(x.dtype))
+        y = products.multiply(_dense_product, rows, weight.astype(x.dtype))
     y = y.reshape(*x.shape[:-1], len(weight))
     if bias is not None:
         y = y + bias.astype(jnp.float32)

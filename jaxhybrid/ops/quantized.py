@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from flax import struct
 from jax import Array, lax
 
-from jaxhybrid.ops.precision import precision_of
+from jaxhybrid.kernels import products
+from jaxhybrid.precision import precision_of
 
 FORMATS = ("int8", "int8_block", "int4")
 BLOCK = 32
@@ -135,6 +136,9 @@ def _integer_rows(rows: Array, weight: QuantizedMatrix) -> Array:
     x = rows.astype(jnp.float32)
     scales = jnp.max(jnp.abs(x), axis=-1, keepdims=True) / 127
     integers = jnp.round(x / jnp.where(scales == 0, 1.0, scales)).astype(jnp.int8)
+    if products.fits(integers, weight.values):
+        sums = products.product(integers, weight.values)
+        return sums.astype(jnp.float32) * scales * weight.scales[:, 0]
     n_padding = 1 if len(rows) == 1 else -len(rows) % 4 if len(rows) > 4 else 0
     integers = jnp.pad(integers, ((0, n_padding), (0, 0)))
     sums = _dot(weight.values, integers, jnp.int32)[:, : len(rows)].T
@@ -171,6 +175,8 @@ def _tiled(rows: Array, weight: QuantizedMatrix, size: int) -> Array:
 def _on_cpu(rows: Array, weight: QuantizedMatrix) -> Array:
     if weight.by_channel:
         return _integer_rows(rows, weight)
+    if products.fits(rows, weight.values):
+        return products.product(rows, weight.values, weight.scales)
     return _tiled(rows.astype(jnp.float32), weight, _CPU_TILE)
 
 

@@ -1,0 +1,95 @@
+"""The experiments in examples/, in a small setting: their pictures, and what they claim."""
+
+import json
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+
+import jaxhybrid as jh
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
+import recall  # noqa: E402
+import states  # noqa: E402
+import time_travel  # noqa: E402
+
+PNG = b"\x89PNG"
+
+
+def test_a_row_of_recall_asks_for_every_pair_once():
+    sizes = jnp.array([2, 16, 5])
+    tokens, answers, lengths = map(np.asarray, recall.rows(jax.random.key(3), sizes))
+    for row, n in enumerate(np.asarray(sizes)):
+        listed = dict(tokens[row, : 2 * n].reshape(n, 2).tolist())
+        asked = tokens[row, 2 * n : 3 * n].tolist()
+        assert len(listed) == n and sorted(asked) == sorted(listed)
+        assert answers[row, 2 * n : 3 * n].tolist() == [listed[key] for key in asked]
+        assert (answers[row, : 2 * n] == -1).all() and (answers[row, 3 * n :] == -1).all()
+        assert lengths[row] == 3 * n
+        assert max(listed) < recall.N_KEYS <= min(listed.values())
+
+
+def test_recall_trains_and_draws(tmp_path, monkeypatch):
+    monkeypatch.setattr(recall, "PLACES", ((0, 1),))
+    monkeypatch.setattr(recall, "N_LAYERS", 2)
+    monkeypatch.setattr(recall, "SIZES", (1, 2))
+    (untrained,) = recall.measure(recall.PLACES, steps=0, batch=8, seeds=1)
+    (record,) = recall.main(["--out", str(tmp_path), "--steps", "150", "--batch", "64"])
+    # two layers of attention and one pair: one of 32 values by chance
+    assert untrained["accuracy"][1] < 0.15 < 0.3 < record["accuracy"][1]
+    assert (tmp_path / "recall.png").read_bytes().startswith(PNG)
+    assert json.loads((tmp_path / "recall.json").read_text())[0]["attention"] == [0, 1]
+
+
+def test_time_travel_agrees_with_computing_again_and_shares_memory(tmp_path):
+    options = ["--branches", "8", "--lengths", "150", "--repeats", "1"]
+    (record,) = time_travel.main(["--out", str(tmp_path), *options])
+    assert record["difference"] < 1e-3
+    # seven copies of the prompt's K/V less
+    assert record["bytes shared"] < record["bytes apart"]
+    assert record["bytes of a checkpoint"] < record["bytes shared"] / 8
+    assert (tmp_path / "time_travel.png").read_bytes().startswith(PNG)
+
+
+@pytest.fixture(scope="module")
+def constant():
+    """A small hybrid whose dt does not depend on the token, so that its decays are known."""
+    params = tiny.params("hybrid")
+    layer = params["layers"]["0"]["recurrent"]
+    layer = layer | {"in_proj": layer["in_proj"].at[-tiny.MAMBA2.n_heads :].set(0)}
+    layers = params["layers"] | {"0": params["layers"]["0"] | {"recurrent": layer}}
+    return params.replace(tensors=params.tensors | {"layers": layers}), layer
+
+
+def test_decays_are_those_of_the_parameters(constant):
+    params, layer = constant
+    found = states.decays(params, np.array([3, 1, 4, 1, 5]))
+    expected = np.exp(-np.exp(layer["a_log"]) * jax.nn.softplus(layer["dt_bias"]))
+    np.testing.assert_allclose(found, np.broadcast_to(expected, (4, 1, 4)), rtol=1e-4, atol=1e-6)
+    halves = expected ** states.half_lives(found)[0]
+    np.testing.assert_allclose(halves, 0.5, rtol=1e-3)
+
+
+def test_editing_changes_one_sequence_alone(constant):
+    params, _ = constant
+    cache = jh.create_cache(params.hparams, 128, 2)
+    _, cache = jh.decode(params, cache, jh.Batch([1, 2, 3, 4], seq_ids=[(0,), (0,), (1,), (1,)]))
+    after = states.edited(cache, 1, lambda s: jax.tree.map(jnp.zeros_like, s))
+    assert float(jnp.abs(states.ssm(cache, 1)).max()) > 0 == float(jnp.abs(states.ssm(after, 1)).max())
+    np.testing.assert_array_equal(states.ssm(after, 0), states.ssm(cache, 0))
+    assert jh.seq_pos_max(after, 1) == jh.seq_pos_max(cache, 1) == 1
+
+
+def test_states_are_probed_and_drawn(tmp_path):
+    found = states.main(["--out", str(tmp_path), "--rows", "16", "--length", "24"])
+    assert np.shape(found["half-lives"]) == (6, 10) and (np.array(found["half-lives"]) > 0).all()
+    probed = np.array(found["probe"])
+    assert probed.shape == (6, len(found["distances"]))
+    # the newest token is easier to read than one far back
+    assert probed[:, 0].max() > probed[:, -1].max()
+    assert max(found["zero"]) > 0 and len(found["swap"]) == 6
+    assert (tmp_path / "states.png").read_bytes().startswith(PNG)
