@@ -1,14 +1,19 @@
 """Tests run on the CPU, and keep compiled programs where JAXHYBRID_TEST_CACHE says.
 
-LLVM's optimizer is off, since compiling takes most of the time; JAXHYBRID_TEST_OPTIMIZED=1 leaves it on.
+Compiling takes most of the time, so LLVM's optimizer is off, elementwise code comes from XLA's older and quicker
+emitter, and a program is one LLVM module. JAXHYBRID_TEST_OPTIMIZED=1 compiles as users do.
 """
 
 import os
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 if not os.environ.get("JAXHYBRID_TEST_OPTIMIZED"):
-    flags = os.environ.get("XLA_FLAGS", "")
-    os.environ["XLA_FLAGS"] = f"{flags} --xla_backend_optimization_level=0"
+    quick_to_compile = (
+        "--xla_backend_optimization_level=0",
+        "--xla_cpu_use_fusion_emitters=false",
+        "--xla_cpu_parallel_codegen_split_count=1",
+    )
+    os.environ["XLA_FLAGS"] = " ".join((os.environ.get("XLA_FLAGS", ""), *quick_to_compile))
 if cache := os.environ.get("JAXHYBRID_TEST_CACHE"):
     os.environ["JAX_COMPILATION_CACHE_DIR"] = cache
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"

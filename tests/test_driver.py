@@ -9,8 +9,8 @@ from memory import LONGEST, NEAR, expected
 import jaxhybrid as jh
 
 PROGRAMS = 2 * 7
-"""Rows, tokens and outputs of two sequences in steps of 2 tokens: 1 1 (0 1), 1 2 (0 1 2), 2 1 (0 2). The first
-step of a batch leaves the cache that it was given, the others consume theirs."""
+"""Rows, tokens and outputs of two sequences in steps of 2 tokens: 1 1 (0 1), 1 2 (0 1 2), 2 1 (0 2). Twice:
+the first step of a batch leaves the cache that it was given, the others consume theirs."""
 
 
 @pytest.fixture
