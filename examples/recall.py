@@ -104,9 +104,7 @@ def accuracy(params: jh.Params, n_pairs: int, n_rows: int = 256) -> float:
     return float(jnp.sum(best == answers) / jnp.sum(answers >= 0))
 
 
-def measure(
-    places: Sequence[tuple[int, ...]], steps: int, batch: int, seeds: int
-) -> list[dict[str, Any]]:
+def measure(places: Sequence[tuple[int, ...]], steps: int, batch: int, seeds: int) -> list[dict[str, Any]]:
     """One record a model and seed: its attention layers, its accuracy for each size, seconds of training."""
     records = []
     for seed in range(seeds):
@@ -136,7 +134,9 @@ def plot(records: Sequence[dict[str, Any]], path: Path) -> None:
             axes.plot([x] * len(values), values, "o", color=f"C{number}", label=label)
     names = [", ".join(map(str, p)) if p else "none" for p in places]
     axes.set_xticks(range(len(places)), names)
-    axes.set(xlabel=f"attention layers (of layers 0 to {N_LAYERS - 1}; the others are Mamba-2)", ylim=(-0.03, 1.03))
+    axes.set(
+        xlabel=f"attention layers (of layers 0 to {N_LAYERS - 1}; the others are Mamba-2)", ylim=(-0.03, 1.03)
+    )
     axes.set(ylabel="answers that are right", title="Recalling pairs of keys and values")
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)

@@ -158,7 +158,9 @@ def plot(found: dict[str, Any], path: Path) -> None:
     figure.colorbar(image, ax=lives, label="tokens")
     for name, scores in zip(names, found["probe"], strict=True):
         probes.plot(found["distances"], scores, "o-", ms=3, label=f"layer {name}")
-    probes.set(xlabel="tokens back", ylabel="$R^2$ on held-out texts", title="Which token was it? (linear probe)")
+    probes.set(
+        xlabel="tokens back", ylabel="$R^2$ on held-out texts", title="Which token was it? (linear probe)"
+    )
     probes.grid(alpha=0.3)
     probes.legend(fontsize=7)
     x = np.arange(len(names))
@@ -167,7 +169,9 @@ def plot(found: dict[str, Any], path: Path) -> None:
     ):
         worth.bar(x + shift, found[name], 0.4, label=label)
     worth.set_xticks(x, names)
-    worth.set(xlabel="layer whose state is edited", ylabel="nats a token", title="How much worse a text goes on")
+    worth.set(
+        xlabel="layer whose state is edited", ylabel="nats a token", title="How much worse a text goes on"
+    )
     worth.legend(fontsize=8)
     worth.grid(alpha=0.3, axis="y")
     figure.savefig(path, dpi=90)

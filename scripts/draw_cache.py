@@ -7,14 +7,18 @@ PROMPT, ONE, OTHER = "#c9d7ee", "#f3cfa8", "#bfe0c4"
 """What both sequences share, and what belongs to either."""
 
 
-def text(x: float, y: float, words: str, size: int = 13, anchor: str = "start", weight: str = "normal") -> str:
+def text(
+    x: float, y: float, words: str, size: int = 13, anchor: str = "start", weight: str = "normal"
+) -> str:
     return (
         f'<text x="{x}" y="{y}" font-size="{size}" text-anchor="{anchor}" font-weight="{weight}" '
         f'fill="{INK}">{words}</text>'
     )
 
 
-def box(x: float, y: float, width: float, height: float, fill: str, words: str = "", dashed: bool = False) -> str:
+def box(
+    x: float, y: float, width: float, height: float, fill: str, words: str = "", dashed: bool = False
+) -> str:
     dash = ' stroke-dasharray="4 3"' if dashed else ""
     drawn = (
         f'<rect x="{x}" y="{y}" width="{width}" height="{height}" fill="{fill}" '
@@ -47,7 +51,9 @@ def cells(x: float, y: float) -> list[str]:
 def slots(x: float, y: float) -> list[str]:
     """The table of two sequences and the states it points to, the zero slot last."""
     size, found = 62, [text(x, y - 34, "Recurrent child: slots", 15, weight="bold")]
-    found.append(text(x, y - 14, "one state a slot in each recurrent layer, and a slot that is always zero", 12))
+    found.append(
+        text(x, y - 14, "one state a slot in each recurrent layer, and a slot that is always zero", 12)
+    )
     table = [("A", ONE, 0), ("B", OTHER, 2), ("C (empty)", PAPER, 4)]
     top = y + 84
     for i, words in enumerate(("state", "", "state", "", "zero")):
@@ -78,7 +84,12 @@ def drawing() -> str:
         f'<rect width="640" height="400" fill="{PAPER}"/>',
         *cells(130, 54),
         *slots(130, 246),
-        text(130, 388, "A and B are branches of one prompt of three tokens; C has no state yet and reads zero.", 11),
+        text(
+            130,
+            388,
+            "A and B are branches of one prompt of three tokens; C has no state yet and reads zero.",
+            11,
+        ),
         "</svg>",
     ]
     return "\n".join(parts) + "\n"
