@@ -2,7 +2,8 @@
 
     python examples/time_travel.py --out FOLDER    # writes time_travel.png and time_travel.json
 
-The model inside the package; times are medians of a few runs, without compiling; bytes are those of the arrays.
+With the model inside the package; times are medians of a few runs, without compiling; bytes are those of the
+arrays.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def measure(model: jh.Model, length: int, branches: int, repeats: int = 3) -> di
         return output.logits, cache
 
     def forked() -> tuple[jax.Array, jh.Cache]:
-        output, cache = step(params, jh.fork(past, 0, tuple(everyone[1:])), first)
+        output, cache = step(params, jh.fork(past, 0, everyone[1:]), first)
         return output.logits, cache
 
     past = once(pool)
