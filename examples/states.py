@@ -3,8 +3,8 @@
     python examples/states.py --out FOLDER    # writes states.png and states.json
 
 A checkpoint of a sequence is a pytree with its states, and rewinding to an edited checkpoint puts edited
-states back. That is all this script needs to measure how fast each head forgets, what can be read from a state,
-and what a layer's state is worth.
+states back. Nothing else is needed to measure how fast each head forgets, what can be read from a state, and
+what a layer's state is worth.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def probe(params: jh.Params, tokens: np.ndarray, distances: list[int]) -> np.nda
 
 
 def damage(params: jh.Params, tokens: np.ndarray, cut: int) -> dict[str, np.ndarray]:
-    """Nats a token that texts [B, T] get worse by after `cut`, [layers], when one layer's state is not its own.
+    """Nats a token that texts [B, T] get worse by after `cut`, [layers], with one layer's state exchanged.
 
     "zero": the state after `cut` tokens becomes zero; "swap": it becomes that of the next row.
     """
@@ -180,7 +180,7 @@ def plot(found: dict[str, Any], path: Path) -> None:
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description="Read and edit recurrent states.")
     parser.add_argument("--out", type=Path, required=True, help="folder for the figures")
-    parser.add_argument("--rows", type=int, default=64, help="texts that the model writes, to be probed")
+    parser.add_argument("--rows", type=int, default=128, help="texts that the model writes, to be probed")
     parser.add_argument("--length", type=int, default=64, help="tokens of such a text")
     args = parser.parse_args(argv)
     args.out.mkdir(parents=True, exist_ok=True)

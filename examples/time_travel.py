@@ -58,7 +58,7 @@ def measure(model: jh.Model, length: int, branches: int, repeats: int = 3) -> di
         return output.logits, cache
 
     def forked() -> tuple[jax.Array, jh.Cache]:
-        output, cache = step(params, jh.fork(past, 0, everyone[1:]), first)
+        output, cache = step(params, jh.fork(past, 0, tuple(everyone[1:])), first)
         return output.logits, cache
 
     past = once(pool)

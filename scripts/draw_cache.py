@@ -8,9 +8,9 @@ PROMPT, ONE, OTHER = "#c9d7ee", "#f3cfa8", "#bfe0c4"
 
 
 def text(x: float, y: float, words: str, size: int = 13, anchor: str = "start", bold: bool = False) -> str:
+    weight = ' font-weight="bold"' if bold else ""
     return (
-        f'<text x="{x}" y="{y}" font-size="{size}" text-anchor="{anchor}" font-weight="{"bold" if bold else "normal"}" '
-        f'fill="{INK}">{words}</text>'
+        f'<text x="{x}" y="{y}" font-size="{size}" text-anchor="{anchor}"{weight} fill="{INK}">{words}</text>'
     )
 
 
