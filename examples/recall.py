@@ -1,6 +1,6 @@
 """How many attention layers does recall need, and where?
 
-    python examples/recall.py --out FOLDER         # some minutes on two CPU cores; writes recall.png and recall.json
+    python examples/recall.py --out FOLDER    # some minutes a model; writes recall.png and recall.json
 
 Hybrids of four layers that differ in `attention_layer_indices` alone are trained from scratch on multi-query
 associative recall (arXiv:2312.04927): a row lists pairs of a key and a value and then asks for every key in
@@ -49,7 +49,7 @@ def hparams(attention_layer_indices: tuple[int, ...]) -> jh.Hparams:
 
 
 def rows(key: jax.Array, n_pairs: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Rows for n_pairs int32 [B]: tokens and answers int32 [B, 3 max(SIZES)] (-1: no question), lengths [B]."""
+    """Rows for n_pairs int32 [B]: tokens, answers (-1: no question) int32 [B, 3 max(SIZES)], lengths [B]."""
     most = max(SIZES)
 
     def one(key: jax.Array, n: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -119,7 +119,7 @@ def measure(places: Sequence[tuple[int, ...]], steps: int, batch: int, seeds: in
 
 
 def plot(records: Sequence[dict[str, Any]], path: Path) -> None:
-    """Accuracy against the attention layers, one line a size; dots are seeds, lines go through their means."""
+    """Accuracy against the attention layers, one line a size; dots are seeds, lines join their means."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6.4, 3.6), layout="constrained")

@@ -2,9 +2,9 @@
 
     python examples/states.py --out FOLDER    # writes states.png and states.json
 
-A checkpoint of a sequence is a pytree with its states, and rewinding to an edited checkpoint puts edited states
-back. That is all this script needs to measure how fast each head forgets, what can be read from a state, and what a
-layer's state is worth.
+A checkpoint of a sequence is a pytree with its states, and rewinding to an edited checkpoint puts edited
+states back. Nothing else is needed to measure how fast each head forgets, what can be read from a state, and
+what a layer's state is worth.
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ TEXT = (
     "And God said, Let there be light: and there was light. And God saw the light, that it was good: and God "
     "divided the light from the darkness. And God called the light Day, and the darkness he called Night."
 )
-WIDTH = 256
+WIDTH = 512
 """Numbers that a state is projected to, at random, before a probe reads it."""
+PENALTY = 1.0
+"""Of the ridge regression, for features of variance 1."""
 
 
 def edited(cache: jh.Cache, seq: Any, edit: Any) -> jh.Cache:
@@ -42,8 +44,8 @@ def ssm(cache: jh.Cache, seq: Any) -> jax.Array:
 def decays(params: jh.Params, tokens: np.ndarray) -> jax.Array:
     """What every token multiplies each head's state with: float32 [T, layers, H] for tokens int32 [T].
 
-    A state enters its layer's next state as S' = a S + u b, and no other layer's before the next token. So a is
-    how much larger S' becomes when S is larger by 1.
+    A layer's next state is S' = a S + u b, where a, u and b do not depend on S. So a is how much larger S'
+    becomes when S is larger by 1.
     """
     cache = jh.create_cache(params.hparams, len(tokens))
     n_layers = len(params.hparams.recurrent_layer_indices or ())
@@ -82,6 +84,8 @@ def states_of_texts(params: jh.Params, tokens: np.ndarray) -> np.ndarray:
     def token(cache: jh.Cache, column: jax.Array) -> tuple[jh.Cache, jax.Array]:
         _, cache = jh.step(params, cache, jh.make_ubatch(column[:, None]))
         states = jax.vmap(lambda seq: ssm(cache, seq))(jnp.arange(rows))
+        # slow heads have large states and would drown the others
+        states = states / (jnp.sqrt(jnp.mean(states**2, axis=(-2, -1), keepdims=True)) + 1e-6)
         return cache, states.reshape(rows, -1, size) @ projection
 
     found = jax.jit(lambda c, t: jax.lax.scan(token, c, t)[1])(cache, jnp.asarray(tokens.T))
@@ -101,7 +105,7 @@ def probe(params: jh.Params, tokens: np.ndarray, distances: list[int]) -> np.nda
         x = features[:, first:, layer]
         x = (x - x.mean((0, 1))) / (x.std((0, 1)) + 1e-6)
         a, b = (part.reshape(-1, WIDTH) for part in (x[:held_out], x[held_out:]))
-        inverse = np.linalg.inv(a.T @ a + 0.1 * len(a) * np.eye(WIDTH)) @ a.T
+        inverse = np.linalg.inv(a.T @ a + PENALTY * len(a) * np.eye(WIDTH)) @ a.T
         for i, distance in enumerate(distances):
             y = embeddings[:, first - distance : tokens.shape[1] - distance]
             u, v = (part.reshape(-1, y.shape[-1]) for part in (y[:held_out], y[held_out:]))
@@ -112,9 +116,9 @@ def probe(params: jh.Params, tokens: np.ndarray, distances: list[int]) -> np.nda
 
 
 def damage(params: jh.Params, tokens: np.ndarray, cut: int) -> dict[str, np.ndarray]:
-    """Nats a token that the text after `cut` gets worse by, [layers], when one layer's state is not its own.
+    """Nats a token that texts [B, T] get worse by after `cut`, [layers], with one layer's state exchanged.
 
-    tokens: [B, T]; "zero": the state after `cut` tokens becomes zero; "swap": it becomes that of the next row.
+    "zero": the state after `cut` tokens becomes zero; "swap": it becomes that of the next row.
     """
     rows = len(tokens)
     past = jh.create_cache(params.hparams, tokens.shape[1], rows)
@@ -158,9 +162,7 @@ def plot(found: dict[str, Any], path: Path) -> None:
     figure.colorbar(image, ax=lives, label="tokens")
     for name, scores in zip(names, found["probe"], strict=True):
         probes.plot(found["distances"], scores, "o-", ms=3, label=f"layer {name}")
-    probes.set(
-        xlabel="tokens back", ylabel="$R^2$ on held-out texts", title="Which token was it? (linear probe)"
-    )
+    probes.set(xlabel="tokens back", ylabel="$R^2$ on held-out texts", title="Reading a token from a state")
     probes.grid(alpha=0.3)
     probes.legend(fontsize=7)
     x = np.arange(len(names))
@@ -169,9 +171,7 @@ def plot(found: dict[str, Any], path: Path) -> None:
     ):
         worth.bar(x + shift, found[name], 0.4, label=label)
     worth.set_xticks(x, names)
-    worth.set(
-        xlabel="layer whose state is edited", ylabel="nats a token", title="How much worse a text goes on"
-    )
+    worth.set(xlabel="layer whose state is edited", ylabel="nats a token", title="Worth of a layer's state")
     worth.legend(fontsize=8)
     worth.grid(alpha=0.3, axis="y")
     figure.savefig(path, dpi=90)
@@ -180,7 +180,7 @@ def plot(found: dict[str, Any], path: Path) -> None:
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description="Read and edit recurrent states.")
     parser.add_argument("--out", type=Path, required=True, help="folder for the figures")
-    parser.add_argument("--rows", type=int, default=64, help="texts that the model writes, to be probed")
+    parser.add_argument("--rows", type=int, default=128, help="texts that the model writes, to be probed")
     parser.add_argument("--length", type=int, default=64, help="tokens of such a text")
     args = parser.parse_args(argv)
     args.out.mkdir(parents=True, exist_ok=True)

@@ -2,7 +2,8 @@
 
     python examples/time_travel.py --out FOLDER    # writes time_travel.png and time_travel.json
 
-The model inside the package; times are medians of a few runs, without compiling; bytes are those of the arrays.
+With the model inside the package; times are medians of a few runs, without compiling; bytes are those of the
+arrays.
 """
 
 from __future__ import annotations

@@ -7,38 +7,36 @@ PROMPT, ONE, OTHER = "#c9d7ee", "#f3cfa8", "#bfe0c4"
 """What both sequences share, and what belongs to either."""
 
 
-def text(
-    x: float, y: float, words: str, size: int = 13, anchor: str = "start", weight: str = "normal"
-) -> str:
+def text(x: float, y: float, words: str, size: int = 13, anchor: str = "start", bold: bool = False) -> str:
+    weight = ' font-weight="bold"' if bold else ""
     return (
-        f'<text x="{x}" y="{y}" font-size="{size}" text-anchor="{anchor}" font-weight="{weight}" '
-        f'fill="{INK}">{words}</text>'
+        f'<text x="{x}" y="{y}" font-size="{size}" text-anchor="{anchor}"{weight} fill="{INK}">{words}</text>'
     )
 
 
 def box(
-    x: float, y: float, width: float, height: float, fill: str, words: str = "", dashed: bool = False
+    x: float, y: float, width: float, height: float, fill: str, words: str = "", free: bool = False
 ) -> str:
-    dash = ' stroke-dasharray="4 3"' if dashed else ""
+    dash = ' stroke-dasharray="4 3"' if free else ""
     drawn = (
         f'<rect x="{x}" y="{y}" width="{width}" height="{height}" fill="{fill}" '
-        f'stroke="{FAINT if dashed else INK}"{dash}/>'
+        f'stroke="{FAINT if free else INK}"{dash}/>'
     )
     return drawn + (text(x + width / 2, y + height / 2 + 5, words, anchor="middle") if words else "")
 
 
 def cells(x: float, y: float) -> list[str]:
     """A pool of cells: three tokens of a prompt, then one each of two branches, then free ones."""
-    size, found = 44, [text(x, y - 34, "Attention child: cells", 15, weight="bold")]
+    size, found = 44, [text(x, y - 34, "Attention child: cells", 15, bold=True)]
     found.append(text(x, y - 14, "one pool (unified); one K and V a cell in each attention layer", 12))
     contents = [(PROMPT, "0")] * 1 + [(PROMPT, "1"), (PROMPT, "2"), (ONE, "3"), (OTHER, "3"), (OTHER, "4")]
     for i in range(8):
         fill, position = contents[i] if i < len(contents) else (PAPER, "")
         left = x + i * size
-        found.append(box(left, y, size, 28, fill, position, dashed=i >= len(contents)))
+        found.append(box(left, y, size, 28, fill, position, free=i >= len(contents)))
         for row, name in enumerate(("K, V of layer 3", "K, V of layer 7")):
             top = y + 44 + row * 30
-            found.append(box(left, top, size, 24, fill, dashed=i >= len(contents)))
+            found.append(box(left, top, size, 24, fill, free=i >= len(contents)))
             if i == 0:
                 found.append(text(x - 8, top + 17, name, 12, "end"))
     found.append(text(x - 8, y + 19, "position", 12, "end"))
@@ -50,10 +48,8 @@ def cells(x: float, y: float) -> list[str]:
 
 def slots(x: float, y: float) -> list[str]:
     """The table of two sequences and the states it points to, the zero slot last."""
-    size, found = 62, [text(x, y - 34, "Recurrent child: slots", 15, weight="bold")]
-    found.append(
-        text(x, y - 14, "one state a slot in each recurrent layer, and a slot that is always zero", 12)
-    )
+    size, found = 62, [text(x, y - 34, "Recurrent child: slots", 15, bold=True)]
+    found.append(text(x, y - 14, "one state a slot in each recurrent layer, and one slot that is zero", 12))
     table = [("A", ONE, 0), ("B", OTHER, 2), ("C (empty)", PAPER, 4)]
     top = y + 84
     for i, words in enumerate(("state", "", "state", "", "zero")):
@@ -61,7 +57,7 @@ def slots(x: float, y: float) -> list[str]:
         for layer in range(3):
             shift = 5 * (2 - layer)
             label = words if layer == 2 else ""
-            found.append(box(x + i * size + shift, top - shift, 50, 30, fill, label, dashed=not words))
+            found.append(box(x + i * size + shift, top - shift, 50, 30, fill, label, free=not words))
     for i, (name, fill, slot) in enumerate(table):
         left = x + i * 104
         found.append(box(left, y, 92, 26, fill, name))
@@ -87,7 +83,7 @@ def drawing() -> str:
         text(
             130,
             388,
-            "A and B are branches of one prompt of three tokens; C has no state yet and reads zero.",
+            "A and B are branches of one prompt of three tokens; C is empty and reads zero.",
             11,
         ),
         "</svg>",

@@ -59,9 +59,9 @@ def test_time_travel_agrees_with_computing_again_and_shares_memory(tmp_path):
 def constant():
     """A small hybrid whose dt does not depend on the token, so that its decays are known."""
     params = tiny.params("hybrid")
-    layer = params["layers"]["0"]["recurrent"]
+    layer = params["layers"]["0"]["mamba2"]
     layer = layer | {"in_proj": layer["in_proj"].at[-tiny.MAMBA2.n_heads :].set(0)}
-    layers = params["layers"] | {"0": params["layers"]["0"] | {"recurrent": layer}}
+    layers = params["layers"] | {"0": params["layers"]["0"] | {"mamba2": layer}}
     return params.replace(tensors=params.tensors | {"layers": layers}), layer
 
 
