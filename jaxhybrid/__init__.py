@@ -26,6 +26,7 @@ from jaxhybrid.cache import (
     state_bytes,
     try_rewind,
 )
+from jaxhybrid.conversion import convert
 from jaxhybrid.driver import decode
 from jaxhybrid.embedding import embed
 from jaxhybrid.engine import generate, load, stream
@@ -68,6 +69,7 @@ __all__ = [
     "checked",
     "checkpoint",
     "clear",
+    "convert",
     "create_cache",
     "decode",
     "embed",

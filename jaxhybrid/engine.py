@@ -16,7 +16,8 @@ from jaxhybrid.cache import create_cache
 from jaxhybrid.clock import Clock
 from jaxhybrid.errors import UsageError
 from jaxhybrid.files.hub import resolve_model
-from jaxhybrid.files.load import Progress, load_params
+from jaxhybrid.files.load import load_params
+from jaxhybrid.files.writing import Progress
 from jaxhybrid.generation import Generation, prefill
 from jaxhybrid.settings import Model, Piece, Prompt, Settings, Timings
 

@@ -18,6 +18,7 @@ from jaxhybrid.files.config import read_config
 from jaxhybrid.files.hub import resolve_model
 from jaxhybrid.files.mapping import Mapping, map_tensors
 from jaxhybrid.files.quantized import Stored
+from jaxhybrid.files.stored import OrbaxModel, is_orbax
 from jaxhybrid.files.tensors import TensorFiles
 from jaxhybrid.hparams import (
     AttentionHparams,
@@ -145,8 +146,11 @@ def inspect(path: str | Path | None = None, *, dtype: Any = jnp.float32) -> Insp
     mapping = stored_bytes = unreadable = None
     try:
         quantization = Stored.of(config, folder / "config.json")
-        files = TensorFiles(folder)
-        mapping, stored_bytes = map_tensors(hparams, files), files.total_bytes
+        if is_orbax(folder):
+            stored_bytes = OrbaxModel(folder, config).saved.total_bytes
+        else:
+            files = TensorFiles(folder)
+            mapping, stored_bytes = map_tensors(hparams, files), files.total_bytes
     except CheckpointError as error:
         unreadable = str(error)
     parameters, active = count_parameters(hparams)
