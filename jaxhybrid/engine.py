@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxhybrid.adapters import add_lora, load_adapter
 from jaxhybrid.cache import create_cache
 from jaxhybrid.clock import Clock
 from jaxhybrid.errors import UsageError
@@ -28,17 +29,21 @@ def load(
     dtype: Any = None,
     quantize: str | None = None,
     n_ctx: int | None = None,
+    adapter: str | Path | None = None,
     progress: Progress | None = None,
 ) -> Model:
-    """A model from a Hugging Face folder or hub id, or the small one inside this package for None.
+    """A model from a folder (Hugging Face's or orbax) or hub id; the small one inside this package for None.
 
     dtype: of the weights, None for that of the files. quantize: "int8", "int8_block" or "int4", see
     `load_params`. n_ctx: tokens a sequence will hold, which models with LongRoPE must know from the start
-    (None: no more than they were first trained for).
+    (None: no more than they were first trained for). adapter: the folder of a LoRA adapter for the model, as
+    PEFT or `save_adapter` writes it; see `add_lora`.
     """
     began = time.perf_counter()
     folder = embedded_folder() if path is None else resolve_model(str(path))
     params = load_params(folder, dtype, quantize=quantize, progress=progress)
+    if adapter is not None:
+        params = add_lora(params, load_adapter(adapter, params))
     if n_ctx is not None:
         params = params.replace(hparams=params.hparams.for_context(n_ctx))
     jax.block_until_ready(params)

@@ -33,7 +33,7 @@ from jaxhybrid.files.writing import (
 from jaxhybrid.model import spec
 from jaxhybrid.ops.quantized import QuantizedMatrix, Weight, quantize_array
 from jaxhybrid.params import Params, TensorSpec, Tree, flatten, unflatten
-from jaxhybrid.weights import check_format, format_name, format_of
+from jaxhybrid.weights import check_format, format_name, format_of, refuse_adapted
 
 
 def load_params(
@@ -154,6 +154,7 @@ class _ParamsModel:
     """Parameters in memory, as if they were on a disk."""
 
     def __init__(self, params: Params, config: dict[str, Any], dtype: Any, like: StoredModel | None) -> None:
+        refuse_adapted(params)
         if hparams_from_config(config) != params.hparams:
             raise CheckpointError("config does not describe these parameters; nothing was written")
         if like is not None and like.hparams != params.hparams:
