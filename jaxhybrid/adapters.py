@@ -81,12 +81,15 @@ class Module(NamedTuple):
 
 
 def modules(hparams: Hparams) -> dict[str, Module]:
-    """Every module that an adapter can name: those with a matrix as weight, but for the embeddings."""
+    """Every module that an adapter can name: those with a matrix as weight, but for the embeddings, and for
+    blocks whose weights several layers share, since each of these layers would have an adapter of its own."""
+    in_memory = family(hparams.family).in_memory
     return {
-        name.removesuffix(".weight"): Module(path, part, (shape[0], shape[1]))
+        canonical(name.removesuffix(".weight"), in_memory): Module(path, part, (shape[0], shape[1]))
         for path, source in tensors_of(hparams).items()
         for part, (name, shape) in enumerate(zip(source.names, source.shapes, strict=True))
-        if path != "embed.weight" and len(shape) == 2 and name.endswith(".weight")
+        if path != "embed.weight" and ".shared_trans" not in name
+        if len(shape) == 2 and name.endswith(".weight")
     }
 
 
@@ -205,19 +208,23 @@ def load_adapter(folder: str | Path, params: Params) -> Lora:
         raise CheckpointError(f"{folder}: has no {TENSORS}; save the adapter in safetensors format")
     config = _read_config(path / CONFIG)
     files = TensorFiles(path, TENSORS)
-    renamed, known = family(params.hparams.family).renamed, modules(params.hparams)
-    names = {canonical(f"{name}.weight", renamed): name for name in known}
+    kind, known = family(params.hparams.family), modules(params.hparams)
+
+    def spelling(name: str) -> str:  # the same for the name in files, in memory, and inside other models
+        return canonical(f"{canonical(name, kind.in_memory)}.weight", kind.renamed)
+
+    names = {spelling(name): name for name in known}
     halves: dict[str, dict[str, Array]] = {}
     for key in files.names():
         match = re.fullmatch(r"base_model\.model\.(.+)\.lora_([AB])\.weight", key)
-        name = names.get(canonical(f"{match[1]}.weight", renamed)) if match else None
+        name = names.get(spelling(match[1])) if match else None
         where = f"{path / TENSORS}: tensor {show(key)}"
         if match is None:
             raise CheckpointError(f"{where} is no part of a plain LoRA adapter of linear layers")
         if name is None:
             raise CheckpointError(
-                f"{where} is for a module that this model ({params.hparams.family}) has not; the adapter is "
-                "for another model"
+                f"{where} is for a module that this model ({params.hparams.family}) has not, or that cannot be "
+                "adapted; use the adapter's own model"
             )
         if files.dtype(key) not in FLOATS:
             raise CheckpointError(f"{where} has dtype {files.dtype(key)}; only floating point can be read")
