@@ -223,8 +223,8 @@ def load_adapter(folder: str | Path, params: Params) -> Lora:
             raise CheckpointError(f"{where} is no part of a plain LoRA adapter of linear layers")
         if name is None:
             raise CheckpointError(
-                f"{where} is for a module that this model ({params.hparams.family}) has not or that cannot be "
-                "adapted; use it with its own model"
+                f"{where} is for a module that this model ({params.hparams.family}) has not or that "
+                "cannot be adapted; use it with its own model"
             )
         if files.dtype(key) not in FLOATS:
             raise CheckpointError(f"{where} has dtype {files.dtype(key)}; only floating point can be read")

@@ -2,7 +2,8 @@
 
     python scripts/make_adapters.py
 
-Needs torch, transformers and peft. The folders hold what `save_pretrained` wrote, and ref.npz: tokens and logits.
+Needs torch, transformers and peft. The folders hold what `save_pretrained` wrote, and ref.npz: tokens and
+logits.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ ADAPTERS = {
         r=3,
         lora_alpha=6,
         target_modules=["q_proj", "o_proj", "in_proj", "input_linear", "layer"],
-        exclude_modules=r".*block_sparse_moe\.input_linear",
         rank_pattern={"q_proj": 2},
         alpha_pattern={"o_proj": 4, r"layers\.0\.mamba\.in_proj": 2},
     ),
