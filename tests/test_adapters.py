@@ -116,7 +116,7 @@ def test_only_the_adapter_is_trained_also_beside_quantized_weights(tmp_path):
     wide = tiny.CONFIG | {"hidden_size": 64, "mamba_n_heads": 16, "shared_intermediate_size": 96}
     params = jh.load_params(tiny.write_folder(tmp_path / "m", wide))
     ids = jnp.asarray(np.random.default_rng(0).integers(3, 250, (2, 8)), jnp.int32)
-    lora = noisy(jh.init_lora(params, jax.random.key(0), rank=2))
+    lora = noisy(jh.init_lora(params, jax.random.key(0), rank=2, alpha=2.0))
 
     def loss(lora, params):
         return jnp.mean(jh.forward(jh.apply_lora(params, lora), ids) ** 2)
@@ -128,7 +128,7 @@ def test_only_the_adapter_is_trained_also_beside_quantized_weights(tmp_path):
         assert jax.tree.structure(gradients[form]) == jax.tree.structure(lora)
         assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(gradients[form]))
     difference = jax.tree.map(lambda a, b: np.abs(a - b).max() / np.abs(a).max(), *gradients.values())
-    assert 0 < max(jax.tree.leaves(difference)) < 0.1  # int8 rounds weights by less than a hundredth
+    assert 0 < max(jax.tree.leaves(difference)) < 0.5  # integers are not the weights
     # as the gradient of merged weights says
     other = jax.jit(jax.grad(lambda lora: jnp.mean(jh.forward(jh.merge_lora(params, lora), ids) ** 2)))(lora)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-3, atol=1e-5), gradients[None], other)
