@@ -410,7 +410,7 @@ def test_size_of_the_header_is_bounded_before_it_is_read(tmp_path: Path) -> None
 
 # fuzz
 
-FUZZ = int(os.environ.get("JAXHYBRID_FUZZ_EXAMPLES", "700"))
+FUZZ = int(os.environ.get("JAXHYBRID_FUZZ_EXAMPLES", "400"))
 VALID = safetensors.numpy.save(
     {
         "w": np.arange(6, dtype=np.float32).reshape(2, 3),
