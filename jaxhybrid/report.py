@@ -20,12 +20,16 @@ SHOW_AFTER = 1.0  # seconds of loading before a progress bar is worth its place
 
 
 def load_model(
-    path: str | None, dtype: str = "auto", n_ctx: int | None = None, quantize: str | None = None
+    path: str | None,
+    dtype: str = "auto",
+    n_ctx: int | None = None,
+    quantize: str | None = None,
+    adapter: str | None = None,
 ) -> Model:
     """Load with a progress bar on a terminal when it takes long. dtype: "auto" is that of `auto_dtype`."""
     chosen = auto_dtype() if dtype == "auto" else jnp.dtype(dtype)
     with progress_bar("loading") as progress:
-        return load(path, dtype=chosen, quantize=quantize, n_ctx=n_ctx, progress=progress)
+        return load(path, dtype=chosen, quantize=quantize, n_ctx=n_ctx, adapter=adapter, progress=progress)
 
 
 @contextmanager
