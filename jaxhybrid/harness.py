@@ -1,3 +1,5 @@
+# pyright: reportMissingImports=false
+# lm-eval is an extra
 """The model class for lm-evaluation-harness (the package lm-eval); importing it registers it there.
 
     lm_eval.simple_evaluate(model=JaxHybridLM("FOLDER_OR_HUB_ID"), tasks=["hellaswag"])
@@ -131,19 +133,23 @@ class JaxHybridLM(TemplateLM):
     # ---------------------------------------------------------------------------------- requests
 
     def _loglikelihood_tokens(
-        self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **_: Any
+        self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **options: Any
     ) -> list[tuple[float, bool]]:
         with tqdm(total=len(requests), disable=disable_tqdm, desc="loglikelihood requests") as bar:
+
+            def progress(done: int, total: int) -> None:
+                bar.update(done - bar.n)
+
             scores = score(
                 self.model,
                 [(context, continuation) for _, context, continuation in requests],
                 max_length=self.max_length,
                 batch_size=self.batch_size,
                 n_ubatch=self.n_ubatch,
-                progress=lambda done, total: bar.update(done - bar.n),
+                progress=progress,
             )
         found = [(s.logprob, s.greedy) for s in scores]
-        for (texts, _, _), answer in zip(requests, found, strict=True):
+        for (texts, *_), answer in zip(requests, found, strict=True):
             if texts is not None:
                 self.cache_hook.add_partial("loglikelihood", texts, answer)
         return found
@@ -166,20 +172,21 @@ class JaxHybridLM(TemplateLM):
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Texts up to a stop string, requests with the same settings side by side."""
+        asked: list[Any] = [request.args for request in requests]  # (prompt, generation_kwargs)
         groups: dict[str, list[int]] = {}
-        for i, request in enumerate(requests):
-            groups.setdefault(repr(request.args[1]), []).append(i)
+        for i, (_, kwargs) in enumerate(asked):
+            groups.setdefault(repr(kwargs), []).append(i)
         found: dict[int, str] = {}
         with tqdm(total=len(requests), disable=disable_tqdm, desc="generate_until requests") as bar:
             for members in groups.values():
-                kwargs = normalize_gen_kwargs(requests[members[0]].args[1], self.max_gen_toks)
+                kwargs = normalize_gen_kwargs(asked[members[0]][1], self.max_gen_toks)
                 max_tokens, settings = self._settings(dict(kwargs))
                 room = self.max_length - max_tokens
                 if room < 1:
                     raise UsageError(
                         f"max_gen_toks: {max_tokens} leaves no room in max_length, {self.max_length}"
                     )
-                prompts = {i: self.tok_encode(requests[i].args[0])[-room:] for i in members}
+                prompts = {i: self.tok_encode(asked[i][0])[-room:] for i in members}
                 cells = max(map(len, prompts.values())) + max_tokens  # one size for all batches
                 members.sort(key=lambda i: len(prompts[i]))
                 for k in range(0, len(members), self.batch_size):
@@ -189,7 +196,7 @@ class JaxHybridLM(TemplateLM):
                         found[i] = postprocess_generated_text(
                             result.text, list(settings["stop"]), self.think_end_token
                         )
-                        self.cache_hook.add_partial("generate_until", requests[i].args, found[i])
+                        self.cache_hook.add_partial("generate_until", asked[i], found[i])
                     bar.update(len(batch))
         return [found[i] for i in range(len(requests))]
 

@@ -1,3 +1,5 @@
+# pyright: reportMissingImports=false
+# lm-eval is an extra
 """python -m jaxhybrid.lm_eval: lm-evaluation-harness with the model class of this package.
 
 The arguments are those of the command lm_eval, whose --model is jaxhybrid unless given. That command itself

@@ -129,17 +129,18 @@ def _encoded(
         raise UsageError(f"pair {index + 1}: give two texts or two lists of token ids")
     if isinstance(context, str) and isinstance(continuation, str):
         context, continuation = encode_pair(model, context, continuation)
-    n = len(continuation)
+    before, after = [int(t) for t in context], [int(t) for t in continuation]
+    n = len(after)
     if n == 0:
         raise UsageError(f"pair {index + 1}: the continuation is empty, there is nothing to score")
     if max_length is not None and n > max_length:
         raise UsageError(f"pair {index + 1}: the continuation has {n} tokens, max_length is {max_length}")
-    if len(context) == 0:
+    if not before:
         prefix = model.tokenizer.prefix_id
         if prefix is None:
             raise UsageError(f"pair {index + 1}: the context is empty, and the model has neither BOS nor EOS")
-        context = [prefix]
-    tokens = tuple(encode_prompt(model, [*context, *continuation], index))
+        before = [prefix]
+    tokens = tuple(encode_prompt(model, before + after, index))
     return (tokens if max_length is None else tokens[-max_length - 1 :]), n
 
 

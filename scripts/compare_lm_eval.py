@@ -10,6 +10,7 @@ differences and fails where they exceed what float32 sums explain.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import tempfile
@@ -76,10 +77,9 @@ def write_tasks(folder: Path) -> None:
 
 def evaluate(model: Any, folder: Path) -> dict[str, list[Any]]:
     """The answers of each task's requests, in order of the documents."""
-    import lm_eval
-    from lm_eval.tasks import TaskManager
-
-    manager = TaskManager(include_path=str(folder), include_defaults=False)
+    lm_eval: Any = importlib.import_module("lm_eval")
+    tasks: Any = importlib.import_module("lm_eval.tasks")
+    manager = tasks.TaskManager(include_path=str(folder), include_defaults=False)
     results = lm_eval.simple_evaluate(
         model=model, tasks=list(TASKS), task_manager=manager, bootstrap_iters=0, log_samples=True
     )
@@ -92,13 +92,13 @@ def evaluate(model: Any, folder: Path) -> dict[str, list[Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="Compare with lm-eval's own Hugging Face model.")
     parser.add_argument("model", nargs="?", help="a Hugging Face folder (default: the model in the package)")
     parser.add_argument("--max-length", type=int, default=256, help="short, so that texts need windows")
     args = parser.parse_args()
     os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
-    import lm_eval.models  # noqa: F401
-    from lm_eval.models.huggingface import HFLM
+    importlib.import_module("lm_eval.models")
+    hugging_face: Any = importlib.import_module("lm_eval.models.huggingface")
 
     from jaxhybrid.engine import embedded_folder
     from jaxhybrid.harness import JaxHybridLM
@@ -106,9 +106,9 @@ def main() -> None:
     folder = args.model or str(embedded_folder())
     with tempfile.TemporaryDirectory() as tasks:
         write_tasks(Path(tasks))
-        common = {"dtype": "float32", "max_length": args.max_length, "batch_size": 4}
+        common: dict[str, Any] = {"dtype": "float32", "max_length": args.max_length, "batch_size": 4}
         ours = evaluate(JaxHybridLM(folder, **common), Path(tasks))
-        theirs = evaluate(HFLM(pretrained=folder, device="cpu", **common), Path(tasks))
+        theirs = evaluate(hugging_face.HFLM(pretrained=folder, device="cpu", **common), Path(tasks))
     worst, greedy, n = 0.0, 0, 0
     for name in ("local_choice", "local_rolling"):
         for mine, other in zip(flat(ours[name]), flat(theirs[name]), strict=True):
