@@ -2,8 +2,7 @@
 
     python examples/time_travel.py --out FOLDER    # writes time_travel.png and time_travel.json
 
-With the model inside the package; times are medians of a few runs, without compiling; bytes are those of the
-arrays.
+In float32; times are medians of a few runs, without compiling; bytes are those of the arrays.
 """
 
 from __future__ import annotations
@@ -111,12 +110,13 @@ def plot(records: Sequence[dict[str, float]], branches: int, path: Path) -> None
 def main(argv: list[str] | None = None) -> list[dict[str, float]]:
     parser = argparse.ArgumentParser(description="Forking and going back, against computing again.")
     parser.add_argument("--out", type=Path, required=True, help="folder for the figures")
+    parser.add_argument("--model", help="folder or hub id; by default the model inside the package")
     parser.add_argument("--branches", type=int, default=64)
     parser.add_argument("--lengths", type=int, nargs="+", default=[32, 128, 512, 1024])
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args(argv)
     args.out.mkdir(parents=True, exist_ok=True)
-    model, records = jh.load(), []
+    model, records = jh.load(args.model, dtype=jnp.float32), []
     for length in args.lengths:
         records.append(measure(model, length, args.branches, args.repeats))
         print(json.dumps(records[-1]), flush=True)
