@@ -122,7 +122,7 @@ def plot(records: Sequence[dict[str, Any]], path: Path) -> None:
     """Accuracy for each choice of attention layers and size: a bar for the mean of the seeds, a dot each."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(6.4, 3.6), layout="constrained")
+    figure = Figure(figsize=(7.2, 3.4), layout="constrained")
     axes = figure.subplots()
     places = list(dict.fromkeys(tuple(r["attention"]) for r in records))
     for number, n in enumerate(SIZES):
@@ -138,7 +138,7 @@ def plot(records: Sequence[dict[str, Any]], path: Path) -> None:
     )
     axes.set(ylabel="answers that are right", title="Recalling pairs of keys and values")
     axes.grid(alpha=0.3, axis="y")
-    axes.legend(fontsize=8, loc="upper left")
+    axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
     figure.savefig(path, dpi=90)
 
 

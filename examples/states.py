@@ -174,7 +174,7 @@ def plot(found: dict[str, Any], path: Path) -> None:
     worth.set(xlabel="layer whose state is edited", ylabel="nats a token", title="Worth of a layer's state")
     worth.legend(fontsize=8)
     worth.grid(alpha=0.3, axis="y")
-    figure.savefig(path, dpi=90)
+    figure.savefig(path, dpi=80)
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:

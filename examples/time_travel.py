@@ -85,8 +85,8 @@ def plot(records: Sequence[dict[str, float]], branches: int, path: Path) -> None
     times, sizes = figure.subplots(1, 2)
     x = [r["length"] for r in records]
     for name, label, style in (
-        ("compute again, all", f"prompt computed for {branches} branches", "s--C1"),
-        ("fork", f"fork into {branches} branches", "o-C0"),
+        ("compute again, all", f"prompt computed {branches} times, a step each", "s--C1"),
+        ("fork", f"fork into {branches}, a step each", "o-C0"),
         ("compute again, one", "prompt computed again", "^--C3"),
         ("rewind", "rewind to a checkpoint", "v-C2"),
     ):
@@ -99,11 +99,13 @@ def plot(records: Sequence[dict[str, float]], branches: int, path: Path) -> None
     ):
         sizes.plot(x, [r[name] / 1e6 for r in records], style, label=label)
     sizes.set(xscale="log", yscale="log", xlabel="tokens of the prompt", ylabel="MB", title="Memory")
+    times.set_ylim(top=300e3 * max(r["compute again, all"] for r in records))  # room for the legend
     for axes in (times, sizes):
         axes.set_xticks(x, [f"{n:g}" for n in x], minor=False)
         axes.minorticks_off()
         axes.grid(alpha=0.3)
-        axes.legend(fontsize=8)
+    times.legend(fontsize=8, loc="upper left")
+    sizes.legend(fontsize=8, loc="center")
     figure.savefig(path, dpi=90)
 
 
