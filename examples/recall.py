@@ -119,27 +119,26 @@ def measure(places: Sequence[tuple[int, ...]], steps: int, batch: int, seeds: in
 
 
 def plot(records: Sequence[dict[str, Any]], path: Path) -> None:
-    """Accuracy against the attention layers, one line a size; dots are seeds, lines join their means."""
+    """Accuracy for each choice of attention layers and size: a bar for the mean of the seeds, a dot each."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(6.4, 3.6), layout="constrained")
+    figure = Figure(figsize=(7.2, 3.4), layout="constrained")
     axes = figure.subplots()
     places = list(dict.fromkeys(tuple(r["attention"]) for r in records))
     for number, n in enumerate(SIZES):
         found = [[r["accuracy"][n] for r in records if tuple(r["attention"]) == p] for p in places]
-        means = [sum(f) / len(f) for f in found]
-        axes.plot(range(len(places)), means, "-", color=f"C{number}", alpha=0.5)
-        for x, values in enumerate(found):
-            label = f"{n} pairs" if x == 0 else None
-            axes.plot([x] * len(values), values, "o", color=f"C{number}", label=label)
+        x = [i + 0.2 * (number - (len(SIZES) - 1) / 2) for i in range(len(places))]
+        axes.bar(x, [sum(f) / len(f) for f in found], 0.2, color=f"C{number}", label=f"{n} pairs")
+        for where, values in zip(x, found, strict=True):
+            axes.plot([where] * len(values), values, ".", color="black", ms=3)
     names = [", ".join(map(str, p)) if p else "none" for p in places]
     axes.set_xticks(range(len(places)), names)
     axes.set(
-        xlabel=f"attention layers (of layers 0 to {N_LAYERS - 1}; the others are Mamba-2)", ylim=(-0.03, 1.03)
+        xlabel=f"attention layers (of layers 0 to {N_LAYERS - 1}; the others are Mamba-2)", ylim=(0, 1.03)
     )
     axes.set(ylabel="answers that are right", title="Recalling pairs of keys and values")
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
+    axes.grid(alpha=0.3, axis="y")
+    axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
     figure.savefig(path, dpi=90)
 
 

@@ -174,17 +174,18 @@ def plot(found: dict[str, Any], path: Path) -> None:
     worth.set(xlabel="layer whose state is edited", ylabel="nats a token", title="Worth of a layer's state")
     worth.legend(fontsize=8)
     worth.grid(alpha=0.3, axis="y")
-    figure.savefig(path, dpi=90)
+    figure.savefig(path, dpi=80)
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description="Read and edit recurrent states.")
     parser.add_argument("--out", type=Path, required=True, help="folder for the figures")
+    parser.add_argument("--model", help="folder or hub id; by default the model inside the package")
     parser.add_argument("--rows", type=int, default=128, help="texts that the model writes, to be probed")
     parser.add_argument("--length", type=int, default=64, help="tokens of such a text")
     args = parser.parse_args(argv)
     args.out.mkdir(parents=True, exist_ok=True)
-    model = jh.load()
+    model = jh.load(args.model, dtype=jnp.float32)
     params = model.params
     start, n = model.tokenizer.encode("And"), args.length - 1
     texts = jh.generate(

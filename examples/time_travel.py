@@ -2,8 +2,7 @@
 
     python examples/time_travel.py --out FOLDER    # writes time_travel.png and time_travel.json
 
-With the model inside the package; times are medians of a few runs, without compiling; bytes are those of the
-arrays.
+In float32; times are medians of a few runs, without compiling; bytes are those of the arrays.
 """
 
 from __future__ import annotations
@@ -86,8 +85,8 @@ def plot(records: Sequence[dict[str, float]], branches: int, path: Path) -> None
     times, sizes = figure.subplots(1, 2)
     x = [r["length"] for r in records]
     for name, label, style in (
-        ("compute again, all", f"prompt computed for {branches} branches", "s--C1"),
-        ("fork", f"fork into {branches} branches", "o-C0"),
+        ("compute again, all", f"prompt computed {branches} times, a step each", "s--C1"),
+        ("fork", f"fork into {branches}, a step each", "o-C0"),
         ("compute again, one", "prompt computed again", "^--C3"),
         ("rewind", "rewind to a checkpoint", "v-C2"),
     ):
@@ -100,23 +99,26 @@ def plot(records: Sequence[dict[str, float]], branches: int, path: Path) -> None
     ):
         sizes.plot(x, [r[name] / 1e6 for r in records], style, label=label)
     sizes.set(xscale="log", yscale="log", xlabel="tokens of the prompt", ylabel="MB", title="Memory")
+    times.set_ylim(top=300e3 * max(r["compute again, all"] for r in records))  # room for the legend
     for axes in (times, sizes):
         axes.set_xticks(x, [f"{n:g}" for n in x], minor=False)
         axes.minorticks_off()
         axes.grid(alpha=0.3)
-        axes.legend(fontsize=8)
+    times.legend(fontsize=8, loc="upper left")
+    sizes.legend(fontsize=8, loc="center")
     figure.savefig(path, dpi=90)
 
 
 def main(argv: list[str] | None = None) -> list[dict[str, float]]:
     parser = argparse.ArgumentParser(description="Forking and going back, against computing again.")
     parser.add_argument("--out", type=Path, required=True, help="folder for the figures")
+    parser.add_argument("--model", help="folder or hub id; by default the model inside the package")
     parser.add_argument("--branches", type=int, default=64)
     parser.add_argument("--lengths", type=int, nargs="+", default=[32, 128, 512, 1024])
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args(argv)
     args.out.mkdir(parents=True, exist_ok=True)
-    model, records = jh.load(), []
+    model, records = jh.load(args.model, dtype=jnp.float32), []
     for length in args.lengths:
         records.append(measure(model, length, args.branches, args.repeats))
         print(json.dumps(records[-1]), flush=True)

@@ -45,13 +45,18 @@ def test_recall_trains_and_draws(tmp_path, monkeypatch):
     assert json.loads((tmp_path / "recall.json").read_text())[0]["attention"] == [0, 1]
 
 
-def test_time_travel_agrees_with_computing_again_and_shares_memory(tmp_path):
-    options = ["--branches", "8", "--lengths", "150", "--repeats", "1"]
-    (record,) = time_travel.main(["--out", str(tmp_path), *options])
-    assert record["difference"] < 1e-3
-    # seven copies of the prompt's K/V less
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return str(tiny.write_folder(tmp_path_factory.mktemp("model")))
+
+
+def test_time_travel_agrees_with_computing_again_and_shares_memory(folder, tmp_path):
+    options = ["--branches", "4", "--lengths", "100", "--repeats", "1"]
+    (record,) = time_travel.main(["--out", str(tmp_path), "--model", folder, *options])
+    assert record["difference"] < 1e-4
+    # three copies of the prompt's K/V less
     assert record["bytes shared"] < record["bytes apart"]
-    assert record["bytes of a checkpoint"] < record["bytes shared"] / 8
+    assert record["bytes of a checkpoint"] < record["bytes shared"] / 4
     assert (tmp_path / "time_travel.png").read_bytes().startswith(PNG)
 
 
@@ -84,12 +89,29 @@ def test_editing_changes_one_sequence_alone(constant):
     assert jh.seq_pos_max(after, 1) == jh.seq_pos_max(cache, 1) == 1
 
 
-def test_states_are_probed_and_drawn(tmp_path):
-    found = states.main(["--out", str(tmp_path), "--rows", "16", "--length", "24"])
-    assert np.shape(found["half-lives"]) == (6, 10) and (np.array(found["half-lives"]) > 0).all()
-    probed = np.array(found["probe"])
-    assert probed.shape == (6, len(found["distances"]))
-    # the newest token is easier to read than one far back
-    assert probed[:, 0].max() > probed[:, -1].max()
-    assert max(found["zero"]) > 0 and len(found["swap"]) == 6
+def test_a_state_is_worth_something_and_that_of_the_same_text_as_much(constant):
+    params, _ = constant
+    tokens = np.tile(np.random.default_rng(0).integers(0, tiny.VOCAB, 12), (2, 1))
+    found = states.damage(params, tokens, 6)
+    assert found["swap"] == pytest.approx(0, abs=1e-6)
+    assert abs(found["zero"][0]) > 1e-3
+
+
+def test_a_probe_finds_the_token_that_is_in_a_state_and_no_other(constant, monkeypatch):
+    params, _ = constant
+    draw = np.random.default_rng(0)
+    tokens = draw.integers(0, tiny.VOCAB, (64, 24))
+    features = draw.normal(size=(64, 24, 1, states.WIDTH)).astype(np.float32)
+    features[:, 2:, 0, : tiny.D_MODEL] = np.asarray(params["embed"]["weight"])[tokens[:, :-2]]
+    monkeypatch.setattr(states, "states_of_texts", lambda *_: features)
+    monkeypatch.setattr(states, "PENALTY", 0.3)
+    (scores,) = states.probe(params, tokens, [0, 2, 4])
+    assert scores[1] > 0.5 and max(scores[0], scores[2]) < 0.05
+
+
+def test_states_are_probed_and_drawn(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(states, "decays", lambda *_: np.full((3, 1, 4), 0.5))  # has a test of its own
+    found = states.main(["--out", str(tmp_path), "--model", folder, "--rows", "8", "--length", "12"])
+    assert found["layers"] == [0] and found["half-lives"] == [pytest.approx([1, 1, 1, 1])]
+    assert np.shape(found["probe"]) == (1, len(found["distances"])) and np.isfinite(found["probe"]).all()
     assert (tmp_path / "states.png").read_bytes().startswith(PNG)

@@ -86,7 +86,7 @@ def load_params(
         device = partial(jax.device_put, may_alias=True, device=places.get(name))
         if isinstance(stored, tuple):
             found[name] = QuantizedMatrix(device(stored[0]), device(stored[1]), wanted)
-        elif (form := None if model.kept else format_of(tensor, quantize)) is None:
+        elif (form := format_of(tensor, quantize)) is None:
             found[name] = device(stored).astype(jnp.float32 if tensor.float32 else wanted)
         else:
             found[name] = quantize_array(device(stored), form, wanted)

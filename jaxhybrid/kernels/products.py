@@ -16,11 +16,11 @@ import shutil
 import subprocess
 import tempfile
 import warnings
+from importlib import metadata
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import jaxlib
 from jax import Array
 
 from jaxhybrid.kernels.platform import Function, by_platform
@@ -97,7 +97,7 @@ def _built() -> Path | None:
     """The library for this processor, jaxlib and source: found, or compiled and put there as a whole."""
     folder = user_cache("kernels")
     assert folder is not None
-    facts = (_SOURCE.read_text(), jaxlib.__version__, platform.machine(), _processor(), *_FLAGS)
+    facts = (_SOURCE.read_text(), metadata.version("jaxlib"), platform.machine(), _processor(), *_FLAGS)
     library = folder / f"products-{hashlib.sha256(repr(facts).encode()).hexdigest()[:16]}.so"
     if library.exists():
         return library
