@@ -13,6 +13,7 @@ import argparse
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -61,14 +62,14 @@ def train(
 ) -> tuple[jh.Lora, list]:
     """The trained adapter, and the loss of every step."""
     schedule = optax.cosine_decay_schedule(args.learning_rate, args.steps)
-    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, weight_decay=0.0))
+    optimizer: Any = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, weight_decay=0.0))
     state = optimizer.init(lora)
 
     @jax.jit
     def update(lora: jh.Lora, state: optax.OptState, params: jh.Params, tokens: jax.Array):
         value, gradient = jax.value_and_grad(loss)(lora, params, tokens)
         changes, state = optimizer.update(gradient, state, lora)
-        return optax.apply_updates(lora, changes), state, value
+        return jax.tree.map(jnp.add, lora, changes), state, value
 
     losses = []
     for i, piece in zip(range(args.steps), pieces(tokens, args.batch, args.length, args.seed), strict=False):

@@ -39,7 +39,7 @@ def seconds(f: Callable[[], Any], repeats: int) -> float:
 def measure(model: jh.Model, length: int, branches: int, repeats: int = 3) -> dict[str, float]:
     """Seconds and bytes for one length of prompt, and how far the logits of both ways are apart."""
     params, hp = model.params, model.params.hparams
-    prompt = np.random.default_rng(length).integers(3, hp.vocab_size, length)
+    prompt = np.random.default_rng(length).integers(3, hp.vocab_size, length).tolist()
     everyone = range(branches)
     # one pool: the branches share the prompt's cells; apart: each has a stream of its own
     pool = jh.create_cache(hp, length + branches * GOING_ON, branches, unified=True)
@@ -52,7 +52,7 @@ def measure(model: jh.Model, length: int, branches: int, repeats: int = 3) -> di
 
     def computed_again() -> tuple[jax.Array, jh.Cache]:
         seq_ids = [(s,) for s in everyone for _ in prompt]
-        cache = jh.decode(params, apart, jh.Batch(np.tile(prompt, branches), seq_ids=seq_ids))[1]
+        cache = jh.decode(params, apart, jh.Batch(prompt * branches, seq_ids=seq_ids))[1]
         output, cache = step(params, cache, first)
         return output.logits, cache
 

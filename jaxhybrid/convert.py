@@ -1,7 +1,8 @@
 """python -m jaxhybrid.convert: a model from one form on disk to another.
 
-Forms: a Hugging Face folder of safetensors files, and an orbax folder (config.json and tokenizer beside an
-orbax checkpoint of the parameters). Equal dtypes give equal tensors, byte for byte, in every direction.
+Forms: a Hugging Face folder of safetensors files, an orbax folder (config.json and tokenizer beside an
+orbax checkpoint of the parameters), and a GGUF file. Between folders equal dtypes give equal tensors, byte for
+byte; GGUF stores some of them otherwise (-exp(A_log), norms plus one), which costs the last bit.
 """
 
 from __future__ import annotations
@@ -18,14 +19,15 @@ from jaxhybrid.command import leave, make_callable, run_command
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m jaxhybrid.convert",
-        description="Convert a model between Hugging Face folders and orbax folders, or quantize it.",
+        description="Convert a model between Hugging Face folders, orbax folders and GGUF files, or quantize "
+        "it.",
         epilog="The destination appears whole or not at all. Without --to, a name that ends in .orbax "
-        "becomes an orbax folder, any other a Hugging Face folder.",
+        "becomes an orbax folder, in .gguf a GGUF file, any other a Hugging Face folder.",
     )
     add = parser.add_argument
-    add("source", metavar="SOURCE", help="a folder of either form, or a hub id to download")
-    add("destination", metavar="DESTINATION", help="a folder to write")
-    add("--to", choices=["safetensors", "orbax"], help="the form to write")
+    add("source", metavar="SOURCE", help="a folder, a .gguf file, or a hub id to download")
+    add("destination", metavar="DESTINATION", help="a folder or .gguf file to write")
+    add("--to", choices=["safetensors", "orbax", "gguf"], help="the form to write")
     add(
         "--dtype",
         choices=["float32", "bfloat16", "float16"],
@@ -60,7 +62,8 @@ def _run(args: argparse.Namespace) -> int:
             progress=progress,
         )
     if not args.quiet:
-        files = [file for file in Path(args.destination).rglob("*") if file.is_file()]
+        target = Path(args.destination)
+        files = [target] if target.is_file() else [file for file in target.rglob("*") if file.is_file()]
         size = sum(file.stat().st_size for file in files)
         print(f"{args.destination}: {len(files)} files, {readable_size(size)}", file=sys.stderr)
     return 0

@@ -10,6 +10,7 @@ from tokenizers.processors import TemplateProcessing
 
 from jaxhybrid.chat import ChatTemplate, one_line, read_chat_template, read_json
 from jaxhybrid.errors import TokenizerError, UsageError
+from jaxhybrid.files.config import write_json
 from jaxhybrid.files.source import gguf_part, is_gguf
 
 BROKEN = "\ufffd"
@@ -81,6 +82,20 @@ class Tokenizer:
             chat_template=read_chat_template(folder, settings),
             bos_id=bos_ids[0] if bos_ids else bos_id,
             eos_ids=eos_ids or ([] if eos_id is None else [eos_id]),
+        )
+
+    def save(self, folder: Path) -> None:
+        """Write what `load` reads: tokenizer.json, tokenizer_config.json and generation_config.json."""
+        templates = self.chat_templates
+        settings: dict[str, Any] = dict(self.special_tokens)
+        if templates:
+            several = [{"name": name, "template": source} for name, source in templates.items()]
+            settings["chat_template"] = templates["default"] if len(templates) == 1 else several
+        ids = {"bos_token_id": self.bos_id, "eos_token_id": sorted(self.eos_ids)}
+        (folder / "tokenizer.json").write_text(self.backend.to_str(), encoding="utf-8")
+        write_json(folder / "tokenizer_config.json", settings)
+        write_json(
+            folder / "generation_config.json", {name: of for name, of in ids.items() if of is not None}
         )
 
     @cached_property

@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import jax
@@ -294,3 +295,34 @@ def test_the_command(folder, tmp_path, capsys):
     assert main([str(tmp_path / "none"), str(tmp_path / "c")]) == 1
     assert main([str(folder), str(tmp_path / "c"), "--dtype", "float16", "--quantize", "int8"]) == 2
     assert not (tmp_path / "c").exists()
+
+
+@pytest.mark.parametrize("name", ["llama", "granitemoehybrid"])
+def test_gguf_and_back(name, tmp_path):
+    pytest.importorskip("gguf")
+    warnings.simplefilter("ignore")  # of the tokenizer that is not there
+    assert main([str(GOLDEN / name), str(tmp_path / "m.gguf"), "--quiet"]) == 0
+    convert(tmp_path / "m.gguf", tmp_path / "again.orbax")  # a model without a tokenizer stays one
+    there = flatten(jh.load_params(GOLDEN / name).tensors)
+    back = flatten(jh.load_params(tmp_path / "again.orbax").tensors)
+    assert there.keys() == back.keys()
+    for path, array in there.items():  # A goes through -exp and log: the last bits
+        np.testing.assert_allclose(np.asarray(back[path]), np.asarray(array), rtol=1e-6, atol=0)
+
+
+def test_the_tokenizer_goes_through_gguf(tmp_path):
+    pytest.importorskip("gguf")
+    model = jh.load()
+    source = jh.engine.embedded_folder()
+    convert(source, tmp_path / "m.gguf", quantize="int8_block")
+    convert(tmp_path / "m.gguf", tmp_path / "back")
+    with pytest.raises(CheckpointError, match="exists already"):
+        convert(source, tmp_path / "m.gguf")
+    convert(source, tmp_path / "m.gguf", force=True)
+    with pytest.raises(UsageError, match="no int8 by channel"):
+        convert(source, tmp_path / "n.gguf", quantize="int8")
+    again = jh.load(tmp_path / "back")
+    text = "And it came to pass, 12 times — ünï\n\n"
+    assert again.tokenizer.encode(text) == model.tokenizer.encode(text)
+    assert again.tokenizer.chat_templates == model.tokenizer.chat_templates
+    assert again.tokenizer.eos_ids == model.tokenizer.eos_ids
