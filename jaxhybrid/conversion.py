@@ -40,8 +40,8 @@ def convert(
     the source; norms, decays and biases only ever become wider. quantize: "int8", "int8_block" or "int4", of
     the large matrices. force: replace a model that is there. progress: see `load_params`. Tokenizer, chat
     template, generation settings and licence go along; tensors that the model does not use too, as they are,
-    but a stored copy of tied embeddings does not. A GGUF file has int8_block and int4 as Q8_0 and Q4_0, has no
-    int8, and carries no tensors that the model does not use.
+    but a stored copy of tied embeddings does not. A GGUF file has int8_block and int4 as Q8_0 and Q4_0, has
+    no int8, and carries no tensors that the model does not use.
 
     In memory at once: one file of at most 2 GiB, or, for orbax and GGUF, the whole model. Raises UsageError,
     CheckpointError or HparamsError; what was at `destination` is then still there.

@@ -1,8 +1,8 @@
 """python -m jaxhybrid.convert: a model from one form on disk to another.
 
 Forms: a Hugging Face folder of safetensors files, an orbax folder (config.json and tokenizer beside an
-orbax checkpoint of the parameters), and a GGUF file. Between folders equal dtypes give equal tensors, byte for
-byte; GGUF stores some of them otherwise (-exp(A_log), norms plus one), which costs the last bit.
+orbax checkpoint of the parameters), and a GGUF file. Between folders equal dtypes give equal tensors, byte
+for byte; GGUF stores some of them otherwise (-exp(A_log), norms plus one), which costs the last bit.
 """
 
 from __future__ import annotations

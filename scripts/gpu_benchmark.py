@@ -4,9 +4,9 @@
     python scripts/gpu_benchmark.py --models tiny --batch 1 2 --tokens 4 --out FOLDER
 
 A step has to read all weights, the K/V cells it attends to and the recurrent states, and to write the states:
-that many bytes over the device's bandwidth is the least time. Weights are random and made on the device. Each
-row is written to FOLDER/gpu.json and FOLDER/gpu.md as soon as it is measured. Rows that would begin after
---budget seconds are not run.
+that many bytes over the device's bandwidth is the least time. Weights are random and made on the device.
+First the logits of a small model are held against those of the CPU in the same process. FOLDER/gpu.json and
+FOLDER/gpu.md are written anew with each row. Rows that would begin after --budget seconds are not run.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from benchmark_alone import SMALL_HYBRID
 from benchmark_workers import HYBRID_340M
 from step_bytes import step_bytes, tree_bytes
 
-from jaxhybrid import create_cache, token_loop
+from jaxhybrid import create_cache, make_ubatch, step, token_loop
 from jaxhybrid.families import hparams_from_config
 from jaxhybrid.hparams import Hparams
 from jaxhybrid.model import init_params
@@ -45,6 +46,21 @@ HYBRID_3B = HYBRID_340M | {  # the shapes of granite-4.0-h-micro
     "shared_intermediate_size": 8192,
 }
 MODELS = {"tiny": SMALL_HYBRID, "340M": HYBRID_340M, "3B": HYBRID_3B}
+CHECKED = HYBRID_340M | {  # small, with the head sizes of the models above, which choose the kernels
+    "vocab_size": 512,
+    "hidden_size": 256,
+    "num_hidden_layers": 3,
+    "layer_types": ["mamba", "attention", "mamba"],
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "mamba_n_heads": 16,
+    "shared_intermediate_size": 512,
+}
+PROMPTS, N_DECODED = (160, 93), 8
+TOLERANCES = {"float32": 5e-5, "bfloat16": 2e-2}
+"""Of `differences`. On a CPU, float32 logits differ by 5e-7 when the weights are cut to the 22 bits that
+three TF32 products keep, and by 4e-4 with the 11 of one. bfloat16 logits differ from float32's by 7e-3, so
+two orders of rounding by about 9e-3; weights cut to 5 of its 8 bits make 2.8e-2."""
 GB_PER_S = {  # of the data sheets, by a part of jax's device_kind; the longest that fits counts
     "H200": 4800,
     "H100": 3350,
@@ -129,12 +145,55 @@ def measure(hp: Hparams, params: Params, rows: int, n_tokens: int, rounds: int) 
     }
 
 
+step_on_device = jax.jit(step)
+
+
+def logits_of(params: Params, device: jax.Device) -> dict[str, np.ndarray]:
+    """Logits on one device, each float32 [tokens, V]: "prefill" of prompts of different lengths in one step,
+    and "decode" of tokens that do not depend on them."""
+    hp, rows = params.hparams, len(PROMPTS)
+    cache = create_cache(hp, 256, rows, dtype=params.dtype)
+    params, cache = jax.device_put((params, cache), device)
+    width = max(PROMPTS)
+    tokens = np.random.default_rng(0).integers(0, hp.vocab_size, (rows, width + N_DECODED)).astype(np.int32)
+    real = np.arange(width) < np.array(PROMPTS)[:, None]
+    prompt = make_ubatch(tokens[:, :width], PROMPTS, outputs=np.flatnonzero(real), aligned=True)
+    out, cache = step_on_device(params, cache, prompt)
+    decoded = []
+    for column in tokens[:, width:].T:
+        next_out, cache = step_on_device(params, cache, make_ubatch(column[:, None], aligned=True))
+        decoded.append(np.asarray(next_out.logits, np.float32))
+    return {"prefill": np.asarray(out.logits, np.float32), "decode": np.concatenate(decoded)}
+
+
+def differences(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> dict[str, float]:
+    """The worst token's difference: root mean square over its logits, relative to that of the wanted ones."""
+    return {
+        name: float(np.max(np.linalg.norm(found[name] - x, axis=-1) / np.linalg.norm(x, axis=-1)))
+        for name, x in wanted.items()
+    }
+
+
+def agreement(dtype: str, device: jax.Device) -> dict[str, Any]:
+    """How far a device's logits are from those of the CPU, with the same weights."""
+    row: dict[str, Any] = {"dtype": dtype, "tolerance": TOLERANCES[dtype], "agrees": False}
+    try:
+        cpu = jax.devices("cpu")[0]
+        with jax.default_device(cpu):
+            params = init_params(hparams_from_config(CHECKED), jax.random.key(0), jnp.dtype(dtype))
+        row |= differences(logits_of(params, device), logits_of(params, cpu))
+        row["agrees"] = all(row[name] <= row["tolerance"] for name in ("prefill", "decode"))
+    except Exception as error:  # speed can be measured nevertheless
+        row["error"] = " ".join(str(error).split())[:200]
+    return row
+
+
 def of_roofline(row: dict[str, Any], bandwidth: float | None) -> float | None:
     """The part of the tokens/s that the bandwidth allows."""
     return None if bandwidth is None else row["step_bytes"] / bandwidth / (row["step_ms"] / 1e3)
 
 
-def markdown(device: dict[str, Any], rows: list[dict[str, Any]]) -> str:
+def markdown(device: dict[str, Any], checks: list[dict[str, Any]], rows: list[dict[str, Any]]) -> str:
     known = device["data_sheet_bytes_per_s"]
     lines = [
         f"{device['kind']}: {device['copy_bytes_per_s'] / 1e9:.0f} GB/s copying"
@@ -155,11 +214,16 @@ def markdown(device: dict[str, Any], rows: list[dict[str, Any]]) -> str:
             f"| {row['model']} | {row['batch']} | {row['tokens_per_s']:.1f} | {row['step_ms']:.2f} | "
             f"{megabytes:.0f} | {shown[0]} | {shown[1]} | {aliased} | {row['compile_s']:.0f} s |"
         )
+    lines += ["", "| logits against the CPU's | prefill | decode | tolerance | agree |", "|---" * 5 + "|"]
+    for check in checks:
+        found = [f"{check[what]:.1e}" if what in check else "-" for what in ("prefill", "decode")]
+        verdict = check.get("error", "yes" if check["agrees"] else "NO")
+        lines.append(f"| {check['dtype']} | {found[0]} | {found[1]} | {check['tolerance']:.0e} | {verdict} |")
     return "\n".join(lines) + "\n"
 
 
 def run(args: argparse.Namespace) -> bool:
-    """Measure and write every row; whether all were measured and alias their cache."""
+    """Measure and write every row; whether logits agree, and all rows were measured and alias their cache."""
     began = time.perf_counter()
     first = jax.devices()[0]
     device = {
@@ -168,8 +232,17 @@ def run(args: argparse.Namespace) -> bool:
         "data_sheet_bytes_per_s": data_sheet(first.device_kind),
         "copy_bytes_per_s": copy_bandwidth(1 << 30 if first.platform != "cpu" else 1 << 26),
     }
-    rows: list[dict[str, Any]] = []
     args.out.mkdir(parents=True, exist_ok=True)
+    rows: list[dict[str, Any]] = []
+    checks = [agreement(dtype, first) for dtype in TOLERANCES]
+
+    def write() -> None:
+        found = {"device": device, "agreement": checks, "rows": rows}
+        (args.out / "gpu.json").write_text(json.dumps(found, indent=2) + "\n")
+        (args.out / "gpu.md").write_text(markdown(device, checks, rows))
+
+    write()
+    print(f"gpu_benchmark: {checks}", file=sys.stderr, flush=True)
     for model in args.models:
         hp = hparams_from_config(MODELS[model])
         params = None
@@ -187,11 +260,10 @@ def run(args: argparse.Namespace) -> bool:
             except Exception as error:  # the rows that were measured count
                 row["error"] = " ".join(str(error).split())[:200]
             rows.append(row)
-            (args.out / "gpu.json").write_text(json.dumps({"device": device, "rows": rows}, indent=2) + "\n")
-            (args.out / "gpu.md").write_text(markdown(device, rows))
+            write()
             print(f"gpu_benchmark: {row}", file=sys.stderr, flush=True)
-    print(markdown(device, rows), end="")
-    return all(row.get("aliases") for row in rows)
+    print(markdown(device, checks, rows), end="")
+    return all(check["agrees"] for check in checks) and all(row.get("aliases") for row in rows)
 
 
 def main(argv: list[str] | None = None) -> int:

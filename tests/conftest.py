@@ -1,7 +1,7 @@
 """Tests run on the CPU, and keep compiled programs where JAXHYBRID_TEST_CACHE says.
 
-Compiling takes most of the time, so LLVM's optimizer is off, elementwise code comes from XLA's older and
-quicker emitter, and a program is one LLVM module. JAXHYBRID_TEST_OPTIMIZED=1 compiles as users do.
+Compiling takes most of the time, so LLVM's optimizer is off, fusions come from XLA's older and quicker
+emitter, and a program is one LLVM module. JAXHYBRID_TEST_OPTIMIZED=1 compiles as users do.
 """
 
 import os

@@ -5,6 +5,8 @@ import sys
 import time
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
@@ -84,12 +86,65 @@ def test_gguf_names_and_decays():
     assert made["blk.0.ffn_up.weight"].ravel().tolist() == [2, 3]
 
 
-def test_the_accelerator_benchmark_keeps_rows_and_checks_the_cache(tmp_path):
+def test_the_accelerator_benchmark_keeps_rows_and_checks_the_cache(tmp_path, monkeypatch):
     sizes = ["--models", "tiny", "--batch", "2", "--tokens", "2", "--rounds", "1"]
     assert gpu_benchmark.main([*sizes, "--out", str(tmp_path)]) == 0
-    (row,) = json.loads((tmp_path / "gpu.json").read_text())["rows"]
+    written = json.loads((tmp_path / "gpu.json").read_text())
+    assert [(check["dtype"], check["agrees"]) for check in written["agreement"]] == [
+        ("float32", True),
+        ("bfloat16", True),
+    ]
+    (row,) = written["rows"]
     assert row["aliased_bytes"] >= row["cache_bytes"] > 0 and row["tokens_per_s"] > 0
+    monkeypatch.setattr(gpu_benchmark, "copy_bandwidth", lambda n_bytes: 1e9)  # measured already
     assert gpu_benchmark.main([*sizes, "--budget", "-1", "--out", str(tmp_path)]) == 1
     assert "not run" in (tmp_path / "gpu.md").read_text()
     assert gpu_benchmark.data_sheet("NVIDIA H100 80GB HBM3") == 3350e9
     assert gpu_benchmark.data_sheet("cpu") is None
+
+
+def cut(params, bits):
+    """Weights rounded to so many significant bits."""
+
+    def rounded(x):
+        mantissa, exponent = np.frexp(np.asarray(x, np.float32))
+        return jnp.asarray(np.ldexp(np.round(mantissa * 2**bits) / 2**bits, exponent), x.dtype)
+
+    return jax.tree.map(rounded, params)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "harmless", "harmful"), [("float32", 22, 11), ("bfloat16", 8, 5)], ids=["float32", "bfloat16"]
+)
+def test_the_accelerator_benchmark_sees_products_of_too_few_bits(dtype, harmless, harmful, monkeypatch):
+    logits_of = gpu_benchmark.logits_of
+    cpu = jax.devices("cpu")[0]
+
+    def agreement_of(bits):
+        """With a device whose weights lose bits, which stands for products that do."""
+        monkeypatch.setattr(
+            gpu_benchmark,
+            "logits_of",
+            lambda params, device: logits_of(cut(params, bits) if device == "other" else params, cpu),
+        )
+        return gpu_benchmark.agreement(dtype, "other")
+
+    assert agreement_of(harmless)["agrees"]
+    found = agreement_of(harmful)
+    assert not found["agrees"] and "error" not in found
+    assert "| NO |" in gpu_benchmark.markdown(
+        {"kind": "", "copy_bytes_per_s": 1, "data_sheet_bytes_per_s": None}, [found], []
+    )
+
+
+def test_the_accelerator_benchmark_says_what_it_could_not_compare(monkeypatch):
+    nothing = {"prefill": np.ones((1, 2)), "decode": np.full((1, 2), np.nan)}
+    monkeypatch.setattr(gpu_benchmark, "logits_of", lambda params, device: nothing)
+    assert not gpu_benchmark.agreement("float32", jax.devices()[0])["agrees"]  # NaN agrees with nothing
+
+    def fails(params, device):
+        raise RuntimeError("no\nroom")
+
+    monkeypatch.setattr(gpu_benchmark, "logits_of", fails)
+    found = gpu_benchmark.agreement("float32", jax.devices()[0])
+    assert found["error"] == "no room" and not found["agrees"]

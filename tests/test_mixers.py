@@ -24,8 +24,6 @@ from jaxhybrid.ops.moe import moe, moe_spec
 from jaxhybrid.ops.norms import grouped_rms_norm, rms_norm
 from jaxhybrid.params import Tree, flatten, unflatten
 
-pytestmark = pytest.mark.quick
-
 D_MODEL, ROWS, TOKENS = 12, 3, 11
 # a norm of a vector that cancelled to almost nothing enlarges its rounding by up to norm_eps ** -0.5
 MAMBA2 = Mamba2Hparams(

@@ -101,9 +101,10 @@ def by_one_token(inputs: Any, state: Any, name: str) -> tuple[np.ndarray, Any]:
     return np.concatenate(ys, axis=1), state
 
 
-@quick
 @recurrences
-@pytest.mark.parametrize("n_tokens, chunks", [(1, (64,)), (11, (1, 3, 16)), (70, (16, 64, 128))])
+@pytest.mark.parametrize(
+    "n_tokens, chunks", [(1, (64,)), pytest.param(11, (1, 3, 16), marks=quick), (70, (16, 64, 128))]
+)
 def test_the_forms_agree_with_the_definition(name, n_tokens, chunks):
     """Chunks of 3, 16 and 64 leave a part of the last one empty; the largest are more than there is."""
     inputs, state = inputs_of(name, n_tokens)

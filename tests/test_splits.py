@@ -16,8 +16,6 @@ THREE = Batch(list(range(10)), seq_ids=[(0,)] * 5 + [(1,)] * 2 + [(2,)] * 3)
 MIXED = Batch([0, 1, 2, 3, 4], seq_ids=[(0,), (1,), (0,), (1,), (0,)])
 COUPLED = Batch([0, 1, 2, 3, 4], seq_ids=[(0, 1), (0, 1), (0,), (1,), (0,)])
 
-pytestmark = pytest.mark.quick
-
 
 def test_simple_takes_tokens_as_they_come():
     assert split_simple(THREE, 4) == [[[0], [1], [2], [3]], [[4], [5], [6], [7]], [[8], [9]]]

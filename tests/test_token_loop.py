@@ -75,8 +75,14 @@ def greedy_by_forward(params, prompt, n):
     return tokens[len(prompt) :]
 
 
-@pytest.mark.quick
-@pytest.mark.parametrize("layers", [(1,), (), (0, 1, 2)], ids=["hybrid", "recurrent", "attention"])
+@pytest.mark.parametrize(
+    "layers",
+    [
+        pytest.param((1,), id="hybrid", marks=pytest.mark.quick),
+        pytest.param((), id="recurrent"),
+        pytest.param((0, 1, 2), id="attention"),
+    ],
+)
 def test_greedy_equals_recomputing_everything(layers):
     params = tiny(layers)
     prompts = prompts_of(3, 11)
