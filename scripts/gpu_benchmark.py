@@ -148,7 +148,7 @@ def measure(hp: Hparams, params: Params, rows: int, n_tokens: int, rounds: int) 
 step_on_device = jax.jit(step)
 
 
-def logits_of(params: Params, device: jax.Device) -> dict[str, np.ndarray]:
+def logits_of(params: Params, device: Any) -> dict[str, np.ndarray]:
     """Logits on one device, each float32 [tokens, V]: "prefill" of prompts of different lengths in one step,
     and "decode" of tokens that do not depend on them."""
     hp, rows = params.hparams, len(PROMPTS)
@@ -157,7 +157,7 @@ def logits_of(params: Params, device: jax.Device) -> dict[str, np.ndarray]:
     width = max(PROMPTS)
     tokens = np.random.default_rng(0).integers(0, hp.vocab_size, (rows, width + N_DECODED)).astype(np.int32)
     real = np.arange(width) < np.array(PROMPTS)[:, None]
-    prompt = make_ubatch(tokens[:, :width], PROMPTS, outputs=np.flatnonzero(real), aligned=True)
+    prompt = make_ubatch(tokens[:, :width], np.array(PROMPTS), outputs=np.flatnonzero(real), aligned=True)
     out, cache = step_on_device(params, cache, prompt)
     decoded = []
     for column in tokens[:, width:].T:
@@ -174,7 +174,7 @@ def differences(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> 
     }
 
 
-def agreement(dtype: str, device: jax.Device) -> dict[str, Any]:
+def agreement(dtype: str, device: Any) -> dict[str, Any]:
     """How far a device's logits are from those of the CPU, with the same weights."""
     row: dict[str, Any] = {"dtype": dtype, "tolerance": TOLERANCES[dtype], "agrees": False}
     try:
