@@ -107,7 +107,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as tasks:
         write_tasks(Path(tasks))
         common: dict[str, Any] = {"dtype": "float32", "max_length": args.max_length, "batch_size": 4}
-        ours = evaluate(JaxHybridLM(folder, **common), Path(tasks))
+        ours = evaluate(JaxHybridLM(pretrained=folder, **common), Path(tasks))
         theirs = evaluate(hugging_face.HFLM(pretrained=folder, device="cpu", **common), Path(tasks))
     worst, greedy, n = 0.0, 0, 0
     for name in ("local_choice", "local_rolling"):
