@@ -55,8 +55,8 @@ def rows(key: jax.Array, n_pairs: jax.Array) -> tuple[jax.Array, jax.Array, jax.
     def one(key: jax.Array, n: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         for_keys, for_values, for_order = jax.random.split(key, 3)
         keys = jax.random.permutation(for_keys, N_KEYS)[:most]
-        values = N_KEYS + jax.random.randint(for_values, most, 0, N_VALUES)
-        order = jnp.argsort(jnp.where(jnp.arange(most) < n, jax.random.uniform(for_order, most), 2.0))
+        values = N_KEYS + jax.random.randint(for_values, (most,), 0, N_VALUES)
+        order = jnp.argsort(jnp.where(jnp.arange(most) < n, jax.random.uniform(for_order, (most,)), 2.0))
         place = jnp.arange(3 * most)
         pair, asked = place // 2 % most, order[jnp.clip(place - 2 * n, 0, most - 1)]
         listed = jnp.where(place % 2 == 0, keys[pair], values[pair])
@@ -85,12 +85,12 @@ def train(places: tuple[int, ...], steps: int, batch: int, seed: int = 0) -> jh.
     @partial(jax.jit, donate_argnums=(0, 1))
     def update(params, state, key):
         for_sizes, for_rows = jax.random.split(key)
-        sizes = jnp.array(SIZES)[jax.random.randint(for_sizes, batch, 0, len(SIZES))]
+        sizes = jnp.array(SIZES)[jax.random.randint(for_sizes, (batch,), 0, len(SIZES))]
         gradient = jax.grad(loss)(params, *rows(for_rows, sizes))
         changes, state = optimizer.update(gradient, state, params)
         return optax.apply_updates(params, changes), state
 
-    state = optimizer.init(params)
+    state = optimizer.init(params)  # type: ignore[arg-type]
     data = jax.random.key(1000 + seed)
     for i in range(steps):
         params, state = update(params, state, jax.random.fold_in(data, i))

@@ -39,7 +39,7 @@ def seconds(f: Callable[[], Any], repeats: int) -> float:
 def measure(model: jh.Model, length: int, branches: int, repeats: int = 3) -> dict[str, float]:
     """Seconds and bytes for one length of prompt, and how far the logits of both ways are apart."""
     params, hp = model.params, model.params.hparams
-    prompt = np.random.default_rng(length).integers(3, hp.vocab_size, length)
+    prompt = np.random.default_rng(length).integers(3, hp.vocab_size, length).tolist()
     everyone = range(branches)
     # one pool: the branches share the prompt's cells; apart: each has a stream of its own
     pool = jh.create_cache(hp, length + branches * GOING_ON, branches, unified=True)
@@ -52,7 +52,7 @@ def measure(model: jh.Model, length: int, branches: int, repeats: int = 3) -> di
 
     def computed_again() -> tuple[jax.Array, jh.Cache]:
         seq_ids = [(s,) for s in everyone for _ in prompt]
-        cache = jh.decode(params, apart, jh.Batch(np.tile(prompt, branches), seq_ids=seq_ids))[1]
+        cache = jh.decode(params, apart, jh.Batch(prompt * branches, seq_ids=seq_ids))[1]
         output, cache = step(params, cache, first)
         return output.logits, cache
 
@@ -62,7 +62,7 @@ def measure(model: jh.Model, length: int, branches: int, repeats: int = 3) -> di
 
     past = once(pool)
     there = jh.checkpoint(past, 0)
-    later = step(params, past, jh.make_ubatch(prompt[:GOING_ON][None]))[1]
+    later = step(params, past, jh.make_ubatch(np.array([prompt[:GOING_ON]])))[1]
     back = jh.rewind(later, 0, there)
     assert jh.seq_pos_max(back, 0) == jh.seq_pos_max(past, 0) == length - 1
     return {
