@@ -90,7 +90,7 @@ def train(places: tuple[int, ...], steps: int, batch: int, seed: int = 0) -> jh.
         changes, state = optimizer.update(gradient, state, params)
         return optax.apply_updates(params, changes), state
 
-    state = optimizer.init(params)
+    state = optimizer.init(params)  # type: ignore[arg-type]
     data = jax.random.key(1000 + seed)
     for i in range(steps):
         params, state = update(params, state, jax.random.fold_in(data, i))

@@ -3,6 +3,8 @@
 Each block of the README stands alone; those of a page of the documentation follow one another.
 """
 
+import importlib
+import importlib.util
 import re
 import subprocess
 import sys
@@ -60,7 +62,15 @@ def test_the_two_commands_are_marked():
 
 def test_the_reference_has_every_public_name_once():
     text = (DOCS / "reference.md").read_text(encoding="utf-8")
-    assert sorted(re.findall(r"^::: jaxhybrid\.(\w+)$", text, flags=re.MULTILINE)) == sorted(jh.__all__)
+    paths = re.findall(r"^::: ([\w.]+)$", text, flags=re.MULTILINE)
+    assert sorted(path.rpartition(".")[2] for path in paths) == sorted(jh.__all__)
+    for path in paths:
+        module, _, name = path.rpartition(".")
+        assert getattr(importlib.import_module(module), name) is getattr(jh, name)
+        # a module of the same name would be shown in its place
+        assert name == "checked" or importlib.util.find_spec(path) is None
+    (members,) = re.findall(r"members: \[(.*)\]", text)
+    assert sorted(members.split(", ")) == sorted(jh.checked.__all__)
 
 
 def test_every_page_is_in_the_navigation_and_every_link_leads_somewhere():
