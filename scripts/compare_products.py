@@ -31,6 +31,7 @@ def chain(weights: list[Weight], x: jax.Array, kernel: bool) -> Callable[[], Non
             last = linear(x + last * 1e-20, weight, dtype=jnp.dtype(jnp.float32))[0, 0].astype(x.dtype)
         return last
 
+    jax.clear_caches()  # a product that was traced before would be used again
     with mock.patch.object(products, "fits", products.fits if kernel else lambda *_: False):
         compiled = jax.jit(run).lower(x, weights).compile()
     return lambda: compiled(x, weights).block_until_ready() and None
