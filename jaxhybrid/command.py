@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import sys
@@ -107,13 +108,14 @@ def use_compilation_cache() -> None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
-def make_callable(module: str, function: Callable[..., Any]) -> None:
+def make_callable(module: str, where: str) -> None:
     """Importing a command's module rebinds the package's function of that name; calling it must go on
-    working."""
+    working. where: the module that has the function, imported when it is called."""
+    name = module.rpartition(".")[2]
 
     class CallableModule(types.ModuleType):
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
-            return function(*args, **kwargs)
+            return getattr(importlib.import_module(where), name)(*args, **kwargs)
 
     sys.modules[module].__class__ = CallableModule
 

@@ -11,7 +11,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from jaxhybrid.command import leave, make_callable, run_command
 
@@ -69,13 +69,7 @@ def _run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _convert(*args: Any, **kwargs: Any) -> Any:
-    from jaxhybrid.conversion import convert
-
-    return convert(*args, **kwargs)
-
-
-make_callable(__name__, _convert)
+make_callable(__name__, "jaxhybrid.conversion")
 
 
 def entry() -> NoReturn:

@@ -10,7 +10,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from jaxhybrid.command import leave, make_callable, read_text, run_command, use_compilation_cache, use_utf8
 from jaxhybrid.errors import UsageError
@@ -87,13 +87,7 @@ def _texts(args: argparse.Namespace) -> list[str]:
     return texts
 
 
-def _embed(*args: Any, **kwargs: Any) -> Any:
-    from jaxhybrid.embedding import embed
-
-    return embed(*args, **kwargs)
-
-
-make_callable(__name__, _embed)
+make_callable(__name__, "jaxhybrid.embedding")
 
 
 def entry() -> NoReturn:

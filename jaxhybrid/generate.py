@@ -300,13 +300,7 @@ def _as_json(result: Result, prompt: str) -> dict[str, Any]:
     }
 
 
-def _generate(*args: Any, **kwargs: Any) -> Any:
-    from jaxhybrid.engine import generate
-
-    return generate(*args, **kwargs)
-
-
-make_callable(__name__, _generate)
+make_callable(__name__, "jaxhybrid.engine")
 
 
 def entry() -> NoReturn:

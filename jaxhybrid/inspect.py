@@ -11,7 +11,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from jaxhybrid.command import leave, make_callable, run_command, use_utf8
 
@@ -51,13 +51,7 @@ def _run(args: argparse.Namespace) -> int:
     return 1 if found.errors else 0
 
 
-def _inspect(*args: Any, **kwargs: Any) -> Any:
-    from jaxhybrid.inspection import inspect
-
-    return inspect(*args, **kwargs)
-
-
-make_callable(__name__, _inspect)
+make_callable(__name__, "jaxhybrid.inspection")
 
 
 def entry() -> NoReturn:

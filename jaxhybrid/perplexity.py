@@ -102,13 +102,7 @@ def _as_json(found: Perplexity) -> dict[str, Any]:
     }
 
 
-def _perplexity(*args: Any, **kwargs: Any) -> Any:
-    from jaxhybrid.rolling import perplexity
-
-    return perplexity(*args, **kwargs)
-
-
-make_callable(__name__, _perplexity)
+make_callable(__name__, "jaxhybrid.rolling")
 
 
 def entry() -> NoReturn:

@@ -13,6 +13,7 @@ from safetensors.numpy import save_file
 from jaxhybrid.errors import CheckpointError
 from jaxhybrid.files.config import atomic_path, holds, parse_json, read_bytes, show, unreadable
 from jaxhybrid.files.header import AGAIN, DTYPES, TensorPlace, read_header, unique_keys
+from jaxhybrid.files.reading import fill, unchanged
 
 
 def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
@@ -87,23 +88,8 @@ class TensorFiles:
             )
         if out is None:
             out = aligned_empty(tensor.shape, dtype)
-        rest = out.reshape(-1).view(np.uint8).data
-        try:
-            with open(tensor.file, "rb", buffering=0) as file:
-                size = os.fstat(file.fileno()).st_size
-                if size != tensor.file_bytes:
-                    raise CheckpointError(
-                        f"{tensor.file}: changed from {tensor.file_bytes} to {size} bytes "
-                        "since it was checked; load the model when nothing writes to its folder"
-                    )
-                file.seek(tensor.begin)
-                while rest:
-                    n = file.readinto(rest)
-                    if not n:
-                        raise CheckpointError(f"{tensor.file}: ends inside tensor {show(name)}; {AGAIN}")
-                    rest = rest[n:]
-        except OSError as error:
-            raise unreadable(tensor.file, error) from error
+        with unchanged(tensor.file, tensor.file_bytes, tensor.begin, "its folder") as file:
+            fill(file, out.reshape(-1).view(np.uint8).data, tensor.file, name)
         return out.reshape(tensor.shape)
 
     def _find(self, name: str) -> TensorPlace:

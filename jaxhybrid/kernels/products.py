@@ -56,7 +56,7 @@ def fits(rows: Array, weight: Array) -> bool:
 def multiply(plain: Function, rows: Array, weight: Array) -> Array:
     """plain(rows, weight), float32 [..., R, out] of two arrays as `fits` takes them, or by the kernel."""
 
-    def kernel(rows: Array, weight: Array) -> Array:
+    def kernel(rows: Array, weight: Array) -> Array:  # custom_jvp would hand `plain` the scales as well
         return product(rows, weight)
 
     return by_platform(plain, {"cpu": kernel} if fits(rows, weight) else {}, rows, weight)
@@ -78,7 +78,7 @@ def product(rows: Array, weight: Array, scales: Array | None = None) -> Array:
 @functools.cache
 def registered() -> bool:
     """Whether XLA knows the kernel, which is built if need be (some seconds, once a user)."""
-    if os.environ.get("JAXHYBRID_CPU_KERNEL", "on") == "off" or user_cache("kernels") is None:
+    if os.environ.get("JAXHYBRID_CPU_KERNEL", "on") == "off":
         return False
     library = _built()
     if library is None:
@@ -94,9 +94,11 @@ def _compiler() -> str | None:
 
 
 def _built() -> Path | None:
-    """The library for this processor, jaxlib and source: found, or compiled and put there as a whole."""
+    """The library for this processor, jaxlib and source: found in the user's cache, or compiled and put
+    there as a whole; None where neither can be."""
     folder = user_cache("kernels")
-    assert folder is not None
+    if folder is None:
+        return None
     facts = (_SOURCE.read_text(), metadata.version("jaxlib"), platform.machine(), _processor(), *_FLAGS)
     library = folder / f"products-{hashlib.sha256(repr(facts).encode()).hexdigest()[:16]}.so"
     if library.exists():

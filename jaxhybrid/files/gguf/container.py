@@ -22,6 +22,7 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from jaxhybrid.errors import CheckpointError
 from jaxhybrid.files.config import show, unreadable
 from jaxhybrid.files.header import AGAIN
+from jaxhybrid.files.reading import fill, unchanged
 
 _SCALARS = {
     0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?",
@@ -249,25 +250,8 @@ def read_rows(
     per_row = tensor.row_bytes
     n = max(1, min(count, at_once // per_row))
     buffer = np.empty((n, per_row), np.uint8)
-    try:
-        with open(tensor.file, "rb", buffering=0) as file:
-            size = os.fstat(file.fileno()).st_size
-            if size != tensor.file_bytes:
-                raise CheckpointError(
-                    f"{tensor.file}: changed from {tensor.file_bytes} to {size} bytes since it was checked; "
-                    "load the model when nothing writes to it"
-                )
-            file.seek(tensor.begin + first * per_row)
-            for done in range(0, count, n):
-                rows = buffer[: min(n, count - done)]
-                rest = rows.reshape(-1).data
-                while rest:
-                    got = file.readinto(rest)
-                    if not got:
-                        raise CheckpointError(
-                            f"{tensor.file}: ends inside tensor {show(tensor.name)}; {AGAIN}"
-                        )
-                    rest = rest[got:]
-                take(first + done, rows)
-    except OSError as error:
-        raise unreadable(tensor.file, error) from error
+    with unchanged(tensor.file, tensor.file_bytes, tensor.begin + first * per_row, "it") as file:
+        for done in range(0, count, n):
+            rows = buffer[: min(n, count - done)]
+            fill(file, rows.reshape(-1).data, tensor.file, tensor.name)
+            take(first + done, rows)
