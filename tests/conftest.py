@@ -18,12 +18,17 @@ if cache := os.environ.get("JAXHYBRID_TEST_CACHE"):
     os.environ["JAX_COMPILATION_CACHE_DIR"] = cache
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
 
+import io
+import sys
 from itertools import count
 from pathlib import Path
 
 import jax
 import pytest
+import tiny
 from hypothesis import HealthCheck, settings
+
+import jaxhybrid as jh
 
 # compiling takes seconds and is no fault of an example
 settings.register_profile(
@@ -51,3 +56,27 @@ def few_memory_maps():
     yield
     if next(_tests) % 10 == 0 and _maps.exists() and len(_maps.read_bytes().splitlines()) > 25_000:
         jax.clear_caches()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A tiny random hybrid model on disk."""
+    return tiny.write_folder(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def model(folder):
+    return jh.load(folder)
+
+
+@pytest.fixture
+def run_command(capsys, monkeypatch, tmp_path):
+    """Runs a command's module in this process: (exit code, standard output, standard error)."""
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "xla"))
+
+    def run(command, *arguments, stdin=b""):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
+        code = command.main([str(a) for a in arguments])
+        return code, *capsys.readouterr()
+
+    return run

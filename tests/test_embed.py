@@ -1,14 +1,12 @@
 """Embeddings: the hidden states they come from, pooling, company, the command."""
 
 import importlib
-import io
 import json
-import sys
+from functools import partial
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiny
 
 import jaxhybrid as jh
 from jaxhybrid.errors import UsageError
@@ -17,16 +15,6 @@ from jaxhybrid.model import encode
 command = importlib.import_module("jaxhybrid.embed")
 NEAR = {"rtol": 0, "atol": 1e-5}  # float32 sums over other shapes
 TEXTS = ["hello there", "a", "héllo wörld, a longer text", "a"]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return str(tiny.write_folder(tmp_path_factory.mktemp("model")))
-
-
-@pytest.fixture(scope="module")
-def model(folder):
-    return jh.load(folder)
 
 
 def by_hand(model, text):
@@ -89,15 +77,8 @@ def test_wrong_use_is_named(model, texts, settings, message):
 
 
 @pytest.fixture
-def run(capsys, monkeypatch, tmp_path):
-    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "xla"))
-
-    def run(*arguments, stdin=b""):
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
-        code = command.main([str(a) for a in arguments])
-        return code, *capsys.readouterr()
-
-    return run
+def run(run_command):
+    return partial(run_command, command)
 
 
 def test_the_command_writes_json_lines_or_an_array(model, run, folder, tmp_path):

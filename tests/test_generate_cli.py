@@ -19,11 +19,6 @@ command = importlib.import_module("jaxhybrid.generate")  # the attribute of the 
 ROOT = Path(__file__).parent.parent
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return str(tiny.write_folder(tmp_path_factory.mktemp("model")))
-
-
 @pytest.fixture
 def run(capsys, monkeypatch, tmp_path):
     """Runs the command in this process: (exit code, standard output, standard error)."""

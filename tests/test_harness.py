@@ -22,16 +22,6 @@ OPTIONS = {"max_length": 64, "max_gen_toks": 8, "batch_size": 4, "ubatch": 16}
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tiny.write_folder(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def model(folder):
-    return jh.load(folder)
-
-
-@pytest.fixture(scope="module")
 def lm(model):
     return JaxHybridLM(model, **OPTIONS)
 

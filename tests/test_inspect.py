@@ -10,7 +10,6 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-import tiny
 from safetensors.numpy import load_file, save_file
 
 import jaxhybrid as jh
@@ -19,11 +18,6 @@ from jaxhybrid.inspection import cache_bytes, count_parameters
 command = importlib.import_module("jaxhybrid.inspect")
 GOLDEN = Path(__file__).parent / "golden"
 MODELS = sorted(p.name for p in GOLDEN.iterdir() if p.is_dir())
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tiny.write_folder(tmp_path_factory.mktemp("model"))
 
 
 def changed(folder, target, change):

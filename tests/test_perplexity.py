@@ -1,10 +1,9 @@
 """Perplexity: windows and the state that runs on, against the plain forward pass; the command."""
 
 import importlib
-import io
 import json
 import math
-import sys
+from functools import partial
 
 import jax
 import numpy as np
@@ -146,15 +145,8 @@ def test_wrong_use_is_named(models, text, options, message):
 
 
 @pytest.fixture
-def run(capsys, monkeypatch, tmp_path):
-    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "xla"))
-
-    def run(*arguments, stdin=b""):
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
-        code = command.main([str(a) for a in arguments])
-        return code, *capsys.readouterr()
-
-    return run
+def run(run_command):
+    return partial(run_command, command)
 
 
 def test_a_file_or_standard_input_one_line_or_json(run, models, folders, tmp_path):

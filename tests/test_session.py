@@ -29,16 +29,6 @@ def silent(text):
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tiny.write_folder(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def model(folder):
-    return jh.load(folder)
-
-
-@pytest.fixture(scope="module")
 def attention_model(tmp_path_factory):
     return jh.load(tiny.write_folder(tmp_path_factory.mktemp("attention"), tiny.CONFIG | ATTENTION))
 
