@@ -1,6 +1,14 @@
 """jaxhybrid: hybrid attention and recurrent language models, with the cache as a value."""
 
 from jaxhybrid import checked
+from jaxhybrid.adapters import (
+    Lora,
+    apply_lora,
+    init_lora,
+    load_adapter,
+    merge_lora,
+    save_adapter,
+)
 from jaxhybrid.batch import Batch, Ubatch, make_ubatch
 from jaxhybrid.beam import beam_search, best_of_n
 from jaxhybrid.cache import (
@@ -26,6 +34,7 @@ from jaxhybrid.cache import (
     state_bytes,
     try_rewind,
 )
+from jaxhybrid.conversion import convert
 from jaxhybrid.driver import decode
 from jaxhybrid.embedding import embed
 from jaxhybrid.engine import generate, load, stream
@@ -56,6 +65,7 @@ __all__ = [
     "CheckpointError",
     "Hparams",
     "JaxHybridError",
+    "Lora",
     "Model",
     "Params",
     "RefusedError",
@@ -63,12 +73,14 @@ __all__ = [
     "Settings",
     "Snapshot",
     "Ubatch",
+    "apply_lora",
     "beam_search",
     "best_of_n",
     "can_shift",
     "checked",
     "checkpoint",
     "clear",
+    "convert",
     "create_cache",
     "decode",
     "embed",
@@ -76,18 +88,22 @@ __all__ = [
     "forward",
     "gather",
     "generate",
+    "init_lora",
     "init_params",
     "inspect",
     "is_lossy",
     "load",
+    "load_adapter",
     "load_cache",
     "load_params",
     "load_sequence",
     "make_ubatch",
+    "merge_lora",
     "quantize",
     "restorable_positions",
     "rewind",
     "roll_back",
+    "save_adapter",
     "save_cache",
     "save_params",
     "save_sequence",

@@ -12,11 +12,13 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxhybrid.adapters import add_lora, load_adapter
 from jaxhybrid.cache import create_cache
 from jaxhybrid.clock import Clock
 from jaxhybrid.errors import UsageError
 from jaxhybrid.files.hub import resolve_model
-from jaxhybrid.files.load import Progress, load_params
+from jaxhybrid.files.load import load_params
+from jaxhybrid.files.writing import Progress
 from jaxhybrid.generation import Generation, prefill
 from jaxhybrid.settings import Model, Piece, Prompt, Settings, Timings
 
@@ -27,17 +29,22 @@ def load(
     dtype: Any = None,
     quantize: str | None = None,
     n_ctx: int | None = None,
+    adapter: str | Path | None = None,
     progress: Progress | None = None,
 ) -> Model:
-    """A model from a Hugging Face folder, .gguf file or hub id; the small one inside this package for None.
+    """A model from a folder (Hugging Face's or orbax), a .gguf file or a hub id; None: the small one inside
+    this package.
 
     dtype: of the weights, None for that of the files. quantize: "int8", "int8_block" or "int4", see
     `load_params`. n_ctx: tokens a sequence will hold, which models with LongRoPE must know from the start
-    (None: no more than they were first trained for).
+    (None: no more than they were first trained for). adapter: the folder of a LoRA adapter for the model, as
+    PEFT or `save_adapter` writes it; see `add_lora`.
     """
     began = time.perf_counter()
     folder = embedded_folder() if path is None else resolve_model(str(path))
     params = load_params(folder, dtype, quantize=quantize, progress=progress)
+    if adapter is not None:
+        params = add_lora(params, load_adapter(adapter, params))
     if n_ctx is not None:
         params = params.replace(hparams=params.hparams.for_context(n_ctx))
     jax.block_until_ready(params)

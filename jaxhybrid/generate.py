@@ -34,7 +34,8 @@ def build_parser() -> argparse.ArgumentParser:
         epilog="Without --model, a small model inside the package is used: it needs no network.",
     )
     add = parser.add_argument
-    add("--model", metavar="PATH", help="a Hugging Face folder, a .gguf file, or a hub id to download")
+    add("--model", metavar="PATH", help="a model folder, a .gguf file, or a hub id to download")
+    add("--adapter", metavar="FOLDER", help="a LoRA adapter for the model, as PEFT writes it")
     add("--prompt", action="append", default=[], help="text to continue; may be given several times")
     add(
         "--prompt-file",
@@ -106,7 +107,7 @@ def _run(args: argparse.Namespace) -> int:
     settings = _settings(args)
     Settings(**settings)  # complain before a long load
     use_utf8(sys.stdout)
-    model = load_model(args.model, args.dtype, args.ctx, args.quantize)
+    model = load_model(args.model, args.dtype, args.ctx, args.quantize, args.adapter)
     settings["stop_tokens"] = tuple(_stop_token(model, text) for text in args.stop_token)
     if args.draft is not None:
         settings["draft"] = load_model(args.draft, args.dtype, args.ctx, args.quantize)

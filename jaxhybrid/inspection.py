@@ -18,6 +18,7 @@ from jaxhybrid.files.hub import resolve_model
 from jaxhybrid.files.mapping import Mapping, map_tensors
 from jaxhybrid.files.quantized import Stored
 from jaxhybrid.files.source import ModelFiles
+from jaxhybrid.files.stored import OrbaxModel, is_orbax
 from jaxhybrid.hparams import (
     AttentionHparams,
     GatedDeltaHparams,
@@ -144,8 +145,11 @@ def inspect(path: str | Path | None = None, *, dtype: Any = jnp.float32) -> Insp
     mapping = stored_bytes = unreadable = None
     try:
         quantization = Stored.of(found.config, found.where)
-        files = found.tensors()
-        mapping, stored_bytes = map_tensors(hparams, files), files.total_bytes
+        if is_orbax(folder):
+            stored_bytes = OrbaxModel(folder, found.config).saved.total_bytes
+        else:
+            files = found.tensors()
+            mapping, stored_bytes = map_tensors(hparams, files), files.total_bytes
     except CheckpointError as error:
         unreadable = str(error)
     parameters, active = count_parameters(hparams)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import jax.numpy as jnp
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from jaxhybrid.engine import load
 from jaxhybrid.settings import Model, Result
@@ -19,14 +20,25 @@ SHOW_AFTER = 1.0  # seconds of loading before a progress bar is worth its place
 
 
 def load_model(
-    path: str | None, dtype: str = "auto", n_ctx: int | None = None, quantize: str | None = None
+    path: str | None,
+    dtype: str = "auto",
+    n_ctx: int | None = None,
+    quantize: str | None = None,
+    adapter: str | None = None,
 ) -> Model:
     """Load with a progress bar on a terminal when it takes long. dtype: "auto" is that of `auto_dtype`."""
     chosen = auto_dtype() if dtype == "auto" else jnp.dtype(dtype)
+    with progress_bar("loading") as progress:
+        return load(path, dtype=chosen, quantize=quantize, n_ctx=n_ctx, adapter=adapter, progress=progress)
+
+
+@contextmanager
+def progress_bar(what: str) -> Iterator[Callable[[int, int], None]]:
+    """Yields what to call with (parameters done, all of them); a bar on a terminal when it takes long."""
     began = time.perf_counter()
-    columns = (TextColumn("loading"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    columns = (TextColumn(what), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
     bar = Progress(*columns, console=Console(stderr=True), transient=True)
-    task = bar.add_task("loading")
+    task = bar.add_task(what)
     live = False
 
     def progress(done: int, total: int) -> None:
@@ -37,7 +49,7 @@ def load_model(
         bar.update(task, completed=done, total=total)
 
     try:
-        return load(path, dtype=chosen, quantize=quantize, n_ctx=n_ctx, progress=progress)
+        yield progress
     finally:
         if live:
             bar.stop()

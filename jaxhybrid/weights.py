@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from jaxhybrid.errors import UsageError
 from jaxhybrid.model import spec
+from jaxhybrid.ops.adapted import AdaptedMatrix
 from jaxhybrid.ops.quantized import BLOCK, FORMATS, QuantizedMatrix, quantize_array
 from jaxhybrid.params import Params, TensorSpec, flatten, unflatten
 
@@ -38,11 +39,24 @@ def format_of(tensor: TensorSpec, wanted: str | None) -> str | None:
     return "int8" if tensor.shape[-1] % BLOCK else wanted
 
 
+def base_of(weight: Any) -> Any:
+    """A weight without its adapters."""
+    while isinstance(weight, AdaptedMatrix):
+        weight = weight.base
+    return weight
+
+
+def refuse_adapted(params: Params) -> None:
+    """UsageError where adapters stand beside the weights."""
+    if any(isinstance(leaf, AdaptedMatrix) for leaf in flatten(params.tensors).values()):
+        raise UsageError("the parameters carry an adapter; merge it first (merge_lora), or save it alone")
+
+
 def format_name(params: Params) -> str | None:
     """The format of quantized parameters (the smallest among their tensors), None where none is quantized."""
     found = {
         "int4" if leaf.packed else "int8" if leaf.by_channel else "int8_block"
-        for leaf in flatten(params.tensors).values()
+        for leaf in map(base_of, flatten(params.tensors).values())
         if isinstance(leaf, QuantizedMatrix)
     }
     return next((form for form in reversed(FORMATS) if form in found), None)
@@ -53,6 +67,7 @@ def quantize(params: Params, form: str) -> Params:
     and small matrices stay as they are. form: one of FORMATS. UsageError where they are quantized already.
     """
     check_format(form)
+    refuse_adapted(params)
     if format_name(params) is not None:
         raise UsageError(f"quantize: the parameters are {format_name(params)} already; load them unquantized")
     flat: dict[str, Any] = flatten(params.tensors)

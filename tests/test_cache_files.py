@@ -254,7 +254,7 @@ def test_a_failing_disk_leaves_the_old_file(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    for broken in ("_save_arrays", "_sync", "_publish"):
+    for broken in ("_save_arrays", "sync", "_publish"):
         with monkeypatch.context() as patch:
             patch.setattr(store, broken, full)
             with pytest.raises(CheckpointError, match="No space left on device"):

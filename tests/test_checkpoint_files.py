@@ -4,6 +4,8 @@ import json
 import math
 import os
 import struct
+import tracemalloc
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -408,6 +410,7 @@ def test_size_of_the_header_is_bounded_before_it_is_read(tmp_path: Path) -> None
 
 # fuzz
 
+FUZZ = int(os.environ.get("JAXHYBRID_FUZZ_EXAMPLES", "400"))
 VALID = safetensors.numpy.save(
     {
         "w": np.arange(6, dtype=np.float32).reshape(2, 3),
@@ -449,17 +452,49 @@ def damaged(draw: st.DrawFn) -> bytes:
     return bytes(data)
 
 
+@st.composite
+def hostile(draw: st.DrawFn) -> bytes:
+    """Well-formed JSON that lies: about offsets, lengths, sizes and names."""
+    data = draw(st.binary(max_size=24))
+    number = st.integers(0, 32) | st.sampled_from(
+        [-1, 2**31, 2**53, 2**63 - 1, 2**63, 2**64, 10**400, 0.5, True]
+    )
+    made = st.fixed_dictionaries(
+        {
+            "dtype": st.sampled_from(["U8", "BF16", "F32", "F4", "C64", "X", ""]),
+            "shape": st.lists(number, max_size=3),
+            "data_offsets": st.lists(number, min_size=2, max_size=2),
+        }
+    )
+    names = st.sampled_from(["a", "b", "__metadata__", "\ud800", "\0", "../x", "é" * 300])
+    entries = draw(st.lists(st.tuples(names, made | st.none() | st.lists(number, max_size=2)), max_size=4))
+    body = ",".join(f"{json.dumps(name)}:{json.dumps(value)}" for name, value in entries)  # names may repeat
+    text = ("{" + body + "}").encode()
+    if draw(st.integers(0, 3)) == 0:
+        text = text.decode().encode(draw(st.sampled_from(["utf-16", "utf-8-sig", "cp500"])))
+    length = draw(st.just(len(text)) | st.just(len(text)) | st.integers(0, 2**64 - 1))
+    return raw(text, data, length)
+
+
 @pytest.fixture(scope="module")
-def fuzz_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("fuzz")
+def fuzz_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    tracemalloc.start()
+    yield tmp_path_factory.mktemp("fuzz")
+    tracemalloc.stop()
 
 
-@settings(max_examples=600, deadline=None, database=None)
-@given(data=damaged() | st.binary(max_size=64).map(lambda tail: VALID[:8] + tail))
+@settings(max_examples=FUZZ, deadline=None, database=None)
+@given(data=damaged() | hostile() | st.binary(max_size=64).map(lambda tail: VALID[:8] + tail))
 def test_damaged_files_are_read_or_refused(fuzz_folder: Path, data: bytes) -> None:
     (fuzz_folder / "model.safetensors").write_bytes(data)
     try:
-        files = TensorFiles(fuzz_folder)
+        tracemalloc.reset_peak()
+        before = tracemalloc.get_traced_memory()[0]
+        try:
+            files = TensorFiles(fuzz_folder)
+        finally:
+            # what a header says must not decide how much memory is taken
+            assert tracemalloc.get_traced_memory()[1] - before < 400_000 + 40 * len(data)
         total = 0
         for name in files.names():
             try:

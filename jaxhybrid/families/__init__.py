@@ -34,13 +34,15 @@ from jaxhybrid.hparams import Hparams
 class Family:
     """`hparams` reads a configuration; `tensors` says where each parameter lies in the files.
 
-    `ignored` and `renamed` are regular expressions: tensors that carry nothing, and old spellings.
+    `ignored` and `renamed` are regular expressions: tensors that carry nothing, and old spellings. So is
+    `in_memory`: what transformers calls modules otherwise than files do, which is what adapters name.
     """
 
     hparams: Callable[[dict[str, Any]], Hparams]
     tensors: Callable[[Hparams], dict[str, Source]]
     ignored: tuple[str, ...] = ()
     renamed: tuple[tuple[str, str], ...] = ()
+    in_memory: tuple[tuple[str, str], ...] = ()
 
 
 _NOT_TEXT = (r"(model\.)?visual\..*", r"(model\.)?vision_tower\..*", r"(model\.)?multi_modal_projector\..*")
@@ -61,7 +63,16 @@ _QWEN = Family(qwen3_next.hparams, qwen3_next.tensors, (*_NOT_TEXT, *_PREDICTION
 _LFM = Family(lfm2.hparams, lfm2.tensors, _NOT_TEXT, _INSIDE)
 
 FAMILIES: dict[str, Family] = {
-    "bailing_hybrid": Family(kimi_linear.hparams, kimi_linear.tensors, ignored=_PREDICTION),
+    "bailing_hybrid": Family(
+        kimi_linear.hparams,
+        kimi_linear.tensors,
+        ignored=_PREDICTION,
+        in_memory=(
+            (r"\.attention\.dense$", ".self_attn.o_proj"),
+            (r"\.attention\.f_proj$", ".self_attn.forget_gate.f_proj"),
+            (r"\.attention\.", ".self_attn."),
+        ),
+    ),
     "bamba": Family(bamba.hparams, bamba.tensors),
     "falcon_h1": Family(falcon_h1.hparams, falcon_h1.tensors),
     "falcon_mamba": _MAMBA,
@@ -73,11 +84,21 @@ FAMILIES: dict[str, Family] = {
         kimi_linear.hparams,
         kimi_linear.tensors,
         renamed=((r"\.block_sparse_moe\.(gate|up|down)_proj\.", r".mlp.\1_proj."),),
+        in_memory=(
+            (r"\.block_sparse_moe\.", ".mlp."),
+            (r"\.self_attn\.(f_[ab]_proj)$", r".self_attn.forget_gate.\1"),
+        ),
     ),
     "lara_mini": Family(lara_mini.hparams, lara_mini.tensors),
     "lfm2": _LFM,
     "lfm2_moe": _LFM,
-    "lfm3": _LFM,
+    "lfm3": Family(
+        lfm2.hparams,
+        lfm2.tensors,
+        _NOT_TEXT,
+        _INSIDE,
+        in_memory=((r"\.self_attn\.gate_proj$", ".self_attn.g_proj"),),
+    ),
     "llama": _LLAMA,
     "mamba": _MAMBA,
     "mamba2": Family(
@@ -87,7 +108,12 @@ FAMILIES: dict[str, Family] = {
     ),
     "minimax": Family(minimax.hparams, minimax.tensors, ignored=minimax.IGNORED),
     "mistral": _LLAMA,
-    "nemotron_h": Family(nemotron_h.hparams, nemotron_h.tensors, ignored=_PREDICTION),
+    "nemotron_h": Family(
+        nemotron_h.hparams,
+        nemotron_h.tensors,
+        ignored=_PREDICTION,
+        in_memory=((r"^backbone\.", "model."),),
+    ),
     "olmo_hybrid": Family(olmo_hybrid.hparams, olmo_hybrid.tensors, renamed=olmo_hybrid.RENAMED),
     "qwen3": _LLAMA,
     "qwen3_5_moe_text": _QWEN,

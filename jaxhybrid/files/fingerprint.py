@@ -13,6 +13,7 @@ import numpy as np
 from jax import Array, lax
 
 from jaxhybrid.errors import CheckpointError
+from jaxhybrid.ops.adapted import AdaptedMatrix
 from jaxhybrid.ops.quantized import QuantizedMatrix
 from jaxhybrid.params import Params, flatten
 
@@ -59,6 +60,10 @@ def weights_fingerprint(params: Params) -> str:
 
 def _arrays(params: Params) -> Iterator[tuple[str, Array]]:
     for name, tensor in sorted(flatten(params.tensors).items()):
+        while isinstance(tensor, AdaptedMatrix):
+            yield f"{name}.down", tensor.down
+            yield f"{name}.up", tensor.up
+            tensor = tensor.base
         if isinstance(tensor, QuantizedMatrix):
             yield f"{name}.values", tensor.values
             yield f"{name}.scales", tensor.scales

@@ -30,6 +30,7 @@ DTYPES = {
 }  # fmt: skip
 _BITS = {name: 8 * kind.itemsize for name, kind in DTYPES.items()}
 _BITS |= {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}  # in the format, but numpy cannot hold them
+NAMES = {kind: name for name, kind in DTYPES.items()}
 _HEADER_LIMIT = 100_000_000  # bytes, from the format
 # Parsed JSON takes up to 30 times its bytes, so a large header must belong to a larger file.
 _HEADER_FREE = 4_000_000

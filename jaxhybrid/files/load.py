@@ -1,87 +1,99 @@
-"""Hugging Face folders and GGUF files to parameters and back."""
+"""Models on disk to parameters and back."""
 
 from __future__ import annotations
 
+import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Sharding
 
-from jaxhybrid.errors import CheckpointError
-from jaxhybrid.families import Source, hparams_from_config, tensors_of
+from jaxhybrid.errors import CheckpointError, UsageError
+from jaxhybrid.families import hparams_from_config, tensors_of
 from jaxhybrid.files import quantized
-from jaxhybrid.files.config import write_json
+from jaxhybrid.files.header import NAMES
 from jaxhybrid.files.hub import resolve_model
-from jaxhybrid.files.mapping import FLOATS, Mapping, map_tensors, read_parameter, split_parameter
-from jaxhybrid.files.source import ModelFiles, Tensors, gguf_part
-from jaxhybrid.files.tensors import write_safetensors
+from jaxhybrid.files.source import gguf_part
+from jaxhybrid.files.stored import OrbaxModel, Stored, StoredModel, open_model
+from jaxhybrid.files.writing import (
+    SHARD_BYTES,
+    Changes,
+    Progress,
+    copy_companions,
+    gguf_dtype,
+    new_folder,
+    scratch_folder,
+    weights_dtype,
+    write_folder,
+)
 from jaxhybrid.model import spec
 from jaxhybrid.ops.quantized import QuantizedMatrix, Weight, quantize_array
-from jaxhybrid.params import Params, TensorSpec, flatten, unflatten
+from jaxhybrid.params import Params, TensorSpec, Tree, flatten, unflatten
 from jaxhybrid.text import Tokenizer
-from jaxhybrid.weights import check_format, format_name, format_of
-
-Progress = Callable[[int, int], None]
-"""Called with (bytes read, bytes in all) after each parameter."""
+from jaxhybrid.weights import check_format, format_name, format_of, refuse_adapted
 
 
 def load_params(
-    path: str | Path, dtype: Any = None, *, quantize: str | None = None, progress: Progress | None = None
+    path: str | Path,
+    dtype: Any = None,
+    *,
+    quantize: str | None = None,
+    shardings: Sharding | Tree | None = None,
+    progress: Progress | None = None,
 ) -> Params:
-    """Parameters of a Hugging Face folder, .gguf file or hub id, all tensors checked against `spec(hparams)`.
+    """Parameters of a model folder (Hugging Face's, or orbax as `python -m jaxhybrid.convert` writes it), a
+    .gguf file or a hub id, every tensor checked against `spec(hparams)`.
 
     dtype: of the weights; None keeps what the files have (float16 becomes bfloat16, whose range the
     activations need; blocks of a GGUF file become float32). Norms, decays and biases are float32 always.
     quantize: "int8", "int8_block" or "int4", done tensor by tensor, so that the model is never whole and
     unquantized in memory; files that hold quantized weights are read as they are, and so are the blocks of a
-    GGUF file that have the layout asked for (Q8_0 for "int8_block", Q4_0 for "int4"). Raises CheckpointError
-    or HparamsError; warns of tensors that nothing uses and of weights that are not finite.
+    GGUF file that have the layout asked for (Q8_0 for "int8_block", Q4_0 for "int4"). shardings: one jax
+    Sharding for all parameters, or a tree of them like `spec(hparams)`; an orbax folder is then read by each
+    process only where its devices need it. Raises CheckpointError or HparamsError; warns of tensors that
+    nothing uses and of weights that are not finite.
     """
     folder = resolve_model(str(path))
     check_format(quantize)
-    found_files = ModelFiles(folder, quantize)
-    hparams = hparams_from_config(found_files.config)
-    files = found_files.tensors()
-    kept = quantized.Stored.of(found_files.config, found_files.where)
-    if kept is not None and quantize not in (None, kept.format):
-        raise CheckpointError(f"{folder}: its weights are {kept.format} already; load it without quantize")
-    mapping = map_tensors(hparams, files)
-    mapping.raise_for_errors()
-    if mapping.unexpected:
-        first, *others = mapping.unexpected
+    model = open_model(folder, quantize)
+    if model.kept is not None and quantize not in (None, model.kept.format):
+        raise CheckpointError(
+            f"{folder}: its weights are {model.kept.format} already; load it without quantize"
+        )
+    if model.unexpected:
+        first, *others = model.unexpected
         more = f" and {len(others)} more" if others else ""
         warnings.warn(f"{folder}: tensor {first}{more} not used by this model", stacklevel=2)
-    if (kept is None) != (not mapping.quantized):
-        found_kind = "quantized" if mapping.quantized else "not quantized"
-        raise CheckpointError(
-            f"{folder}: the weights are {found_kind}, config.json says otherwise; {quantized.REMEDY}"
-        )
-    weights_dtype = _weights_dtype(files, mapping, kept, dtype)
-    specs = flatten(spec(hparams))
+    specs = flatten(spec(model.hparams))
+    places = _places(shardings, specs)
+    wanted = _weights_dtype(model, dtype)
+    if places and isinstance(model, OrbaxModel) and model.kept is None and quantize is None:
+        dtypes = {name: jnp.float32 if tensor.float32 else wanted for name, tensor in specs.items()}
+        return Params(unflatten(model.saved.place(places, dtypes)), model.hparams)
     total = sum(s.size for s in specs.values())
     found: dict[str, Weight] = {}
     bad: list[str] = []
     done = 0
     for name, tensor in specs.items():
-        if name in mapping.quantized:
-            found[name], finite = _read_quantized(files, mapping.quantized[name], tensor, weights_dtype)
+        stored = model.read(name)
+        finite = _all_finite(stored[1] if isinstance(stored, tuple) else stored)
+        # the device may take over what was read: nothing else holds it
+        device = partial(jax.device_put, may_alias=True, device=places.get(name))
+        if isinstance(stored, tuple):
+            found[name] = QuantizedMatrix(device(stored[0]), device(stored[1]), wanted)
+        elif (form := format_of(tensor, quantize)) is None:
+            found[name] = device(stored).astype(jnp.float32 if tensor.float32 else wanted)
         else:
-            stored = read_parameter(files, mapping.sources[name], tensor.shape)
-            finite = _all_finite(stored)
-            # the device may take over what was read: nothing else holds it
-            array = jax.device_put(stored, may_alias=True)
-            form = format_of(tensor, quantize)
-            if form is None:
-                found[name] = array.astype(jnp.float32 if tensor.float32 else weights_dtype)
-            else:
-                found[name] = quantize_array(array, form, weights_dtype)
-                jax.block_until_ready(found[name])  # before the next tensor is read
+            found[name] = quantize_array(device(stored), form, wanted)
+            jax.block_until_ready(found[name])  # before the next tensor is read
         if not finite:
-            bad.append(mapping.sources[name].names[0])
+            bad.append(model.sources[name].names[0])
         done += tensor.size
         if progress is not None:
             progress(done, total)
@@ -90,44 +102,50 @@ def load_params(
         warnings.warn(
             f"tensor {bad[0]}{more} holds NaN or infinity; outputs will be meaningless", stacklevel=2
         )
-    params = Params(unflatten(found), hparams)
-    if kept is not None and kept.format != format_name(params):
+    params = Params(unflatten(found), model.hparams)
+    if model.kept is not None and model.kept.format != format_name(params):
         raise CheckpointError(
-            f"{folder}: config.json says {kept.format}, the weights are {format_name(params)}; "
+            f"{folder}: config.json says {model.kept.format}, the weights are {format_name(params)}; "
             f"{quantized.REMEDY}"
         )
     return params
 
 
-def save_params(params: Params, folder: str | Path, config: dict[str, Any], dtype: Any = None) -> None:
-    """Write config.json and model.safetensors (each whole or not at all); `dtype` of every tensor.
+def save_params(
+    params: Params,
+    folder: str | Path,
+    config: dict[str, Any],
+    dtype: Any = None,
+    *,
+    like: str | Path | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Write a Hugging Face folder: config.json and model.safetensors, or above `shard_bytes` several files
+    with an index.
 
-    Quantized weights are written as they are (see files/quantized.py) and the other tensors of such a model
-    in their own dtype unless `dtype` is given, so that `load_params` gives the same bits back.
-    `config` must describe the parameters: it is read back and compared with their hparams.
+    dtype: of every tensor. like: the folder that the parameters came from; its tokenizer, templates and
+    licence are copied, and each tensor gets the dtype (unless `dtype` is given) and the name that it has
+    there. Without both all tensors have the dtype of the weights, but beside quantized weights, which are
+    written as they are (see files/quantized.py), their own, so that `load_params` gives the same bits back.
+    `config` must describe the parameters: it is read back and compared with their hparams. A folder that is
+    there gets the files one by one, each whole; one that is not appears whole or not at all.
     """
-    if hparams_from_config(config) != params.hparams:
-        raise CheckpointError("config does not describe these parameters; nothing was written")
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    flat = flatten(params.tensors)
-    out: dict[str, np.ndarray] = {}
-    form = format_name(params)
-    for path, source in tensors_of(params.hparams).items():
-        leaf = flat[path]
-        if isinstance(leaf, QuantizedMatrix):
-            block = None if leaf.by_channel else leaf.shape[-1] // leaf.scales.shape[-1]
-            values, scales = quantized.halves(source, leaf.packed, block)
-            out |= split_parameter(np.asarray(leaf.values), values)
-            out |= split_parameter(np.asarray(leaf.scales), scales)
-        else:
-            own = params.dtype if form is None else leaf.dtype
-            out |= split_parameter(np.asarray(leaf).astype(jnp.dtype(dtype or own)), source)
-    config = {name: value for name, value in config.items() if name != quantized.ENTRY}
-    if form is not None:
-        config |= quantized.entry(form, params.dtype)
-    write_safetensors(folder / "model.safetensors", out)
-    write_json(folder / "config.json", config)
+    model = _ParamsModel(
+        params, config, dtype, None if like is None else open_model(resolve_model(str(like)))
+    )
+    target = Path(folder)
+    if not target.exists():
+        with new_folder(target) as made:
+            _save_into(made, model, like, shard_bytes)
+        return
+    with scratch_folder(target, "save") as made:
+        _save_into(made, model, like, shard_bytes)
+        # an older single file would go before shards, and an older index would ask for other shards
+        for old in [*target.glob("model*.safetensors"), *target.glob("model.safetensors.index.json")]:
+            if not (made / old.name).exists():
+                old.unlink()
+        for file in sorted(made.iterdir(), key=lambda file: file.name == "config.json"):
+            os.replace(file, target / file.name)
 
 
 def write_gguf(
@@ -142,26 +160,73 @@ def write_gguf(
     where the format has no place for something the model has, naming it, or the file cannot be written;
     UsageError for another dtype.
     """
-    gguf_part("write").write(params, Path(path), tokenizer, dtype)
+    refuse_adapted(params)
+    flat = flatten(params.tensors)
+    kind = gguf_dtype(format_name(params), params.dtype) if dtype is None else dtype
+    gguf_part("write").write(Path(path), params.hparams, lambda name: _stored(flat[name]), tokenizer, kind)
 
 
-def _read_quantized(
-    files: Tensors, pair: tuple[Source, Source], tensor: TensorSpec, dtype: jnp.dtype
-) -> tuple[QuantizedMatrix, bool]:
-    """The weight, and whether its scales are finite."""
-    values, scales = (read_parameter(files, half, (*tensor.shape[:-1], half.shapes[0][-1])) for half in pair)
-    matrix = QuantizedMatrix(
-        jax.device_put(values, may_alias=True), jax.device_put(scales, may_alias=True), dtype
-    )
-    return matrix, _all_finite(scales)
+def _stored(leaf: Weight) -> Stored:
+    if isinstance(leaf, QuantizedMatrix):
+        return np.asarray(leaf.values), np.asarray(leaf.scales)
+    return np.asarray(leaf)
 
 
-def _weights_dtype(files: Tensors, mapping: Mapping, kept: quantized.Stored | None, dtype: Any) -> jnp.dtype:
+def _save_into(folder: Path, model: _ParamsModel, like: str | Path | None, shard_bytes: int) -> None:
+    write_folder(folder, model, Changes(), shard_bytes=shard_bytes)
+    if like is not None:
+        copy_companions(resolve_model(str(like)), folder)
+
+
+class _ParamsModel:
+    """Parameters in memory, as if they were on a disk."""
+
+    def __init__(self, params: Params, config: dict[str, Any], dtype: Any, like: StoredModel | None) -> None:
+        refuse_adapted(params)
+        if hparams_from_config(config) != params.hparams:
+            raise CheckpointError("config does not describe these parameters; nothing was written")
+        if like is not None and like.hparams != params.hparams:
+            raise CheckpointError(
+                "like: its configuration does not describe these parameters; nothing was written"
+            )
+        self.hparams, self.config, self._like = params.hparams, config, like
+        self._flat = flatten(params.tensors)
+        form = format_name(params)
+        self.kept = None if form is None else quantized.Stored(form, params.dtype.name)
+        self.sources = tensors_of(params.hparams) if like is None else like.sources
+        self.unused = () if like is None else like.unused
+        self.unexpected = ()
+        self.dtypes: dict[str, str] = {}
+        for path, source in self.sources.items():
+            own = jnp.dtype(dtype or (params.dtype if form is None else self._flat[path].dtype))
+            kinds = {} if like is None or dtype is not None else like.dtypes
+            self.dtypes |= {name: kinds.get(name, NAMES[own]) for name in source.names}
+
+    def read(self, path: str) -> Stored:
+        return _stored(self._flat[path])
+
+    def read_unused(self, name: str) -> np.ndarray:
+        assert self._like is not None
+        return self._like.read_unused(name)
+
+
+def _places(shardings: Sharding | Tree | None, specs: dict[str, TensorSpec]) -> dict[str, Sharding]:
+    """The sharding of each parameter; none where none is given."""
+    if shardings is None:
+        return {}
+    if isinstance(shardings, Sharding):
+        return dict.fromkeys(specs, shardings)
+    places = flatten(shardings)
+    if places.keys() != specs.keys():
+        odd = min(places.keys() ^ specs.keys())
+        raise UsageError(f"shardings: {odd} is missing or no parameter; give a tree like spec(hparams)")
+    return places
+
+
+def _weights_dtype(model: StoredModel, dtype: Any) -> jnp.dtype:
     if dtype is not None:
         return jnp.dtype(dtype)
-    if kept is not None:
-        return jnp.dtype(kept.dtype)
-    found = jnp.dtype(FLOATS[files.dtype(mapping.sources["embed.weight"].names[0])])
+    found = weights_dtype(model)
     return jnp.dtype(jnp.bfloat16) if found == jnp.float16 else found
 
 

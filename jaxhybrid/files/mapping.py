@@ -54,7 +54,7 @@ class Mapping:
 def map_tensors(hparams: Hparams, files: Tensors) -> Mapping:
     """Find every parameter of a model in its files, without reading any."""
     kind = family(hparams.family)
-    by_name = {_canonical(name, kind.renamed): name for name in files.names()}
+    by_name = {canonical(name, kind.renamed): name for name in files.names()}
     sources = tensors_of(hparams)
     missing, misshaped, unreadable = [], [], []
     found: dict[str, Source] = {}
@@ -68,7 +68,7 @@ def map_tensors(hparams: Hparams, files: Tensors) -> Mapping:
             continue
         names = []
         for name, expected in zip(source.names, source.shapes, strict=True):
-            stored = by_name.get(_canonical(name, kind.renamed))
+            stored = by_name.get(canonical(name, kind.renamed))
             names.append(stored or name)
             if stored is None:
                 missing.append(_missing(name, expected, by_name))
@@ -127,7 +127,7 @@ def split_parameter(parameter: np.ndarray, source: Source) -> dict[str, np.ndarr
     }
 
 
-def _canonical(name: str, renamed: tuple[tuple[str, str], ...]) -> str:
+def canonical(name: str, renamed: tuple[tuple[str, str], ...]) -> str:
     """One of the names that a tensor has in files of different writers."""
     for pattern, replacement in renamed:
         name = re.sub(pattern, replacement, name)

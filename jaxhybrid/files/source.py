@@ -50,6 +50,10 @@ class ModelFiles:
             self.config = read_config(path)
 
     @property
+    def is_gguf(self) -> bool:
+        return self._gguf is not None
+
+    @property
     def where(self) -> Path:
         """The file that holds the configuration, for messages."""
         return self.path if self._gguf else self.path / "config.json"

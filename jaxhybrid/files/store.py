@@ -11,17 +11,22 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
+from jax.sharding import Sharding
 
 from jaxhybrid.errors import CheckpointError
 from jaxhybrid.files.config import parse_json, read_bytes
@@ -41,7 +46,7 @@ def write(path: str | Path, kind: str, arrays: dict[str, np.ndarray], about: dic
     with _as_checkpoint_error(path, "written"):
         path.mkdir(parents=True, exist_ok=True)
         _refuse_strangers(path)
-        _remove_unfinished(path)
+        remove_unfinished(path)
         temporary = path / f".unfinished-{os.getpid()}-{secrets.token_hex(4)}"
         try:
             temporary.mkdir()
@@ -52,7 +57,7 @@ def write(path: str | Path, kind: str, arrays: dict[str, np.ndarray], about: dic
             text = json.dumps(content, sort_keys=True)
             sealed = {"sha256": hashlib.sha256(text.encode()).hexdigest(), "content": content}
             (temporary / _ABOUT).write_text(json.dumps(sealed, sort_keys=True))
-            _sync(temporary)
+            sync(temporary)
             _publish(temporary, path)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -70,12 +75,66 @@ def read(path: str | Path, kind: str) -> tuple[dict[str, np.ndarray], dict[str, 
         newest = _newest(path, kind)
         while True:
             try:
-                return _read_version(newest, path, kind)
+                saved = _open_version(newest, path, kind)
+                return saved.read(), saved.about
             except Exception:
                 # another process may have saved a newer version and removed this one meanwhile
                 read, newest = newest, _newest(path, kind)
                 if newest == read:
                     raise
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A version whose files were found as they were written. arrays: dtype and shape of each."""
+
+    folder: Path
+    arrays: dict[str, tuple[str, tuple[int, ...]]]
+    about: dict[str, Any]
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(map(self.nbytes, self.arrays))
+
+    def nbytes(self, name: str) -> int:
+        dtype, shape = self.arrays[name]
+        return math.prod(shape) * jnp.dtype(dtype).itemsize
+
+    def read(self, names: Sequence[str] | None = None) -> dict[str, np.ndarray]:
+        """Arrays in memory of their own; all of them for None."""
+        wanted = self._with_elements(names)
+        found = _load_arrays(self.folder / _ARRAYS, dict.fromkeys(wanted))
+        return {
+            name: np.asarray(found[name]) if name in found else np.zeros(shape, jnp.dtype(dtype))
+            for name, (dtype, shape) in self.arrays.items()
+            if names is None or name in names
+        }
+
+    def place(self, shardings: Mapping[str, Sharding], dtypes: Mapping[str, Any]) -> dict[str, Array]:
+        """Arrays on devices, each with its sharding and dtype; a process reads its own part only."""
+        return _load_arrays(
+            self.folder / _ARRAYS,
+            {
+                name: jax.ShapeDtypeStruct(self.arrays[name][1], jnp.dtype(dtypes[name]), sharding=sharding)
+                for name, sharding in shardings.items()
+            },
+        )
+
+    def _with_elements(self, names: Sequence[str] | None) -> list[str]:
+        wanted = self.arrays if names is None else names
+        return [name for name in wanted if self.nbytes(name)]
+
+
+def is_store(path: Path) -> bool:
+    """Whether something was stored at `path`."""
+    return path.is_dir() and bool(_versions(path))
+
+
+def open_saved(path: str | Path, kind: str) -> Saved:
+    """The newest version, every byte of its files checked as in `read`, of which arrays are read later."""
+    path = Path(path)
+    with _as_checkpoint_error(path, "read"):
+        return _open_version(_newest(path, kind), path, kind)
 
 
 def _newest(path: Path, kind: str) -> Path:
@@ -85,7 +144,7 @@ def _newest(path: Path, kind: str) -> Path:
     return versions[-1]
 
 
-def _read_version(folder: Path, path: Path, kind: str) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+def _open_version(folder: Path, path: Path, kind: str) -> Saved:
     content = _opened(folder)
     if content.get("format") != FORMAT:
         raise CheckpointError(
@@ -96,12 +155,8 @@ def _read_version(folder: Path, path: Path, kind: str) -> tuple[dict[str, np.nda
     for name, (size, digest) in content["files"].items():
         if not (folder / name).is_file() or _fingerprint(folder / name) != (size, digest):
             raise CheckpointError(f"{path}: file {name} is damaged or missing; it cannot be used")
-    found = _load_arrays(folder / _ARRAYS) if any(content["files"]) else {}
-    arrays = {}
-    for name, (dtype, shape) in content["arrays"].items():
-        a = found.get(name)
-        arrays[name] = np.zeros(shape, jnp.dtype(dtype)) if a is None else np.asarray(a)
-    return arrays, content["about"]
+    arrays = {name: (dtype, tuple(shape)) for name, (dtype, shape) in content["arrays"].items()}
+    return Saved(folder, arrays, content["about"])
 
 
 def _opened(folder: Path) -> dict[str, Any]:
@@ -126,11 +181,24 @@ def _save_arrays(folder: Path, arrays: dict[str, np.ndarray]) -> None:
         writer.save(folder.absolute(), arrays)
 
 
-def _load_arrays(folder: Path) -> dict[str, Any]:
+def _load_arrays(folder: Path, wanted: Mapping[str, jax.ShapeDtypeStruct | None]) -> dict[str, Any]:
+    """The wanted arrays of a checkpoint: numpy's where there is no struct, else placed as it says."""
+    if not wanted:
+        return {}
     import orbax.checkpoint as ocp
 
+    def how(like: jax.ShapeDtypeStruct | None) -> ocp.RestoreArgs:
+        if like is None:
+            return ocp.RestoreArgs(restore_type=np.ndarray)
+        return ocp.ArrayRestoreArgs(dtype=like.dtype, sharding=like.sharding, global_shape=like.shape)
+
+    args = ocp.args.PyTreeRestore(
+        item={name: 0 if like is None else like for name, like in wanted.items()},
+        restore_args={name: how(like) for name, like in wanted.items()},
+        partial_restore=True,
+    )
     with _quiet(), ocp.PyTreeCheckpointer() as reader:
-        return reader.restore(folder.absolute())
+        return reader.restore(folder.absolute(), args=args)
 
 
 @contextmanager
@@ -163,10 +231,10 @@ def _refuse_strangers(path: Path) -> None:
             )
 
 
-def _remove_unfinished(path: Path) -> None:
+def remove_unfinished(path: Path, prefix: str = "") -> None:
     """What killed processes left; those that still run are left to their work."""
     for entry in path.iterdir():
-        match = _UNFINISHED.fullmatch(entry.name)
+        match = entry.name.startswith(prefix) and _UNFINISHED.fullmatch(entry.name.removeprefix(prefix))
         if match and not _runs(int(match[1])):
             shutil.rmtree(entry, ignore_errors=True)
 
@@ -193,7 +261,7 @@ def _publish(temporary: Path, path: Path) -> None:
             if not target.exists():
                 raise
             # another process was faster: the next number
-    _sync_folder(path)
+    sync_folder(path)
 
 
 def _files(folder: Path) -> list[str]:
@@ -206,15 +274,15 @@ def _fingerprint(path: Path) -> tuple[int, str]:
     return path.stat().st_size, digest
 
 
-def _sync(folder: Path) -> None:
+def sync(folder: Path) -> None:
     for name in _files(folder):
         with open(folder / name, "r+b") as file:
             os.fsync(file.fileno())
     for inner in [p for p in folder.rglob("*") if p.is_dir()] + [folder]:
-        _sync_folder(inner)
+        sync_folder(inner)
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
     try:
         descriptor = os.open(folder, os.O_RDONLY)
     except OSError:  # not every system lets a folder be opened

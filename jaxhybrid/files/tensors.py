@@ -27,14 +27,14 @@ class TensorFiles:
     """The tensors of a folder of safetensors files, whatever its layout.
 
     Layouts: model.safetensors; shards with an index; shards without one; a single file of any
-    name. The constructor reads and checks every header and raises CheckpointError, so that nothing
-    is read from a folder with a damaged file.
+    name; or the one that is named by `only`. The constructor reads and checks every header and raises
+    CheckpointError, so that nothing is read from a folder with a damaged file.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, only: str | None = None) -> None:
         self.folder = Path(folder)
         self._tensors: dict[str, TensorPlace] = {}
-        files, weight_map = find_files(self.folder)
+        files, weight_map = find_files(self.folder) if only is None else ([self.folder / only], {})
         for file in files:
             for name, tensor in read_header(file).items():
                 if name in self._tensors:

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jaxhybrid.kernels import products
+from jaxhybrid.ops.adapted import AdaptedMatrix
 from jaxhybrid.ops.quantized import QuantizedMatrix, Weight, quantized_product
 from jaxhybrid.precision import precision_of
 
@@ -56,16 +57,25 @@ def _dense_product(rows: Array, weight: Array) -> Array:
     return _product(rows, weight)
 
 
-def linear(x: Array, weight: Weight, bias: Array | None = None, dtype: jnp.dtype | None = None) -> Array:
-    """x [..., in] times weight [out, in] (an array or quantized) plus bias [out], accumulated in float32.
+def _multiplied(rows: Array, weight: Weight | AdaptedMatrix) -> Array:
+    """rows [R, in] times weight [out, in] in any form: float32 [R, out]."""
+    if isinstance(weight, AdaptedMatrix):
+        correction = _product(_product(rows.astype(jnp.float32), weight.down), weight.up)
+        return _multiplied(rows, weight.base) + correction
+    if isinstance(weight, QuantizedMatrix):
+        return quantized_product(rows, weight)
+    return products.multiply(_dense_product, rows, weight.astype(rows.dtype))
+
+
+def linear(
+    x: Array, weight: Weight | AdaptedMatrix, bias: Array | None = None, dtype: jnp.dtype | None = None
+) -> Array:
+    """x [..., in] times weight [out, in] (an array, quantized or adapted) plus bias [out], accumulated in
+    float32.
 
     Returns [..., out] in `dtype`, by default that of x.
     """
-    rows = x.reshape(-1, x.shape[-1])
-    if isinstance(weight, QuantizedMatrix):
-        y = quantized_product(rows, weight)
-    else:
-        y = products.multiply(_dense_product, rows, weight.astype(x.dtype))
+    y = _multiplied(x.reshape(-1, x.shape[-1]), weight)
     y = y.reshape(*x.shape[:-1], len(weight))
     if bias is not None:
         y = y + bias.astype(jnp.float32)

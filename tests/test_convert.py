@@ -1,0 +1,296 @@
+"""Models from one form on disk to another: nothing lost, nothing half written."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from safetensors.numpy import load_file, save_file
+
+import jaxhybrid as jh
+from jaxhybrid.conversion import convert
+from jaxhybrid.convert import main
+from jaxhybrid.errors import CheckpointError, UsageError
+from jaxhybrid.files import store, writing
+from jaxhybrid.files.config import read_config
+from jaxhybrid.files.tensors import TensorFiles
+from jaxhybrid.ops.quantized import QuantizedMatrix
+from jaxhybrid.params import flatten
+
+GOLDEN = Path(__file__).parent / "golden"
+WIDE = tiny.CONFIG | {"hidden_size": 64, "mamba_n_heads": 16, "shared_intermediate_size": 96}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    base = tmp_path_factory.mktemp("made")
+    tiny.write_folder(base / "model")
+    tiny.write_folder(base / "wide", WIDE)
+    keep = ("A_log", ".D")
+    rewrite(base / "wide", lambda name, a: a if name.endswith(keep) else a.astype(jnp.bfloat16))
+    return base
+
+
+@pytest.fixture
+def folder(made, tmp_path):
+    return shutil.copytree(made / "model", tmp_path / "model")
+
+
+@pytest.fixture
+def wide(made, tmp_path):
+    """Matrices large enough to be quantized, in bfloat16 but for the decays."""
+    return shutil.copytree(made / "wide", tmp_path / "wide")
+
+
+def rewrite(folder, change):
+    tensors = load_file(folder / "model.safetensors")
+    save_file({n: change(n, a) for n, a in tensors.items()}, folder / "model.safetensors", {"format": "pt"})
+
+
+def contents(folder):
+    files = TensorFiles(folder)
+    return {
+        name: (files.dtype(name), files.shape(name), files.read(name).tobytes()) for name in files.names()
+    }
+
+
+def equal(a, b):
+    assert a.hparams == b.hparams
+    assert jax.tree.structure(a.tensors) == jax.tree.structure(b.tensors)
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        assert x.dtype == y.dtype
+        np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+
+
+MODELS = sorted(p.name for p in GOLDEN.iterdir() if p.is_dir())
+ROUND = ["granitemoehybrid", "kimi_linear", "qwen3_next", "zamba", "zamba2"]
+"""Of those with fused, reordered, shared and listed tensors, which take orbax on their way."""
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_there_and_back_gives_the_same_bytes(tmp_path, name):
+    """Also what mixes dtypes inside a parameter: every third tensor is float16."""
+    source = tmp_path / "source"
+    shutil.copytree(GOLDEN / name, source)
+    narrow = sorted(load_file(source / "model.safetensors"))[::3]
+    rewrite(source, lambda n, a: a.astype(np.float16) if n in narrow else a)
+    last = source
+    for step in ("a.orbax", "back") if name in ROUND else ("back",):
+        convert(last, tmp_path / step)
+        last = tmp_path / step
+    assert contents(last) == contents(source)
+    assert read_config(last) == read_config(source)
+
+
+def test_an_orbax_folder_is_a_model(folder, tmp_path, capsys):
+    (folder / "generation_config.json").write_text('{"eos_token_id": 0}')
+    (folder / "LICENSE").write_text("free")
+    convert(folder, tmp_path / "m", to="orbax")
+    model, source = jh.load(tmp_path / "m"), jh.load(folder)
+    equal(model.params, source.params)
+    assert model.tokenizer.encode_chat([{"role": "user", "content": "hi"}]) == source.tokenizer.encode_chat(
+        [{"role": "user", "content": "hi"}]
+    )
+    copied = {p.name for p in (tmp_path / "m").iterdir()}
+    own = {p.name for p in folder.iterdir()} - {"model.safetensors"}
+    assert copied == own | {"weights"} and {"LICENSE", "generation_config.json"} <= own
+    found = jh.inspect(tmp_path / "m")
+    assert not found.errors and found.stored_bytes == jh.inspect(folder).stored_bytes
+    equal(jh.load_params(tmp_path / "m", jnp.bfloat16), jh.load_params(folder, jnp.bfloat16))
+
+
+def test_parameters_are_placed_as_asked(folder, tmp_path):
+    convert(folder, tmp_path / "m.orbax")
+    mesh = Mesh(np.array(jax.devices()[:1]), ("x",))
+    split = NamedSharding(mesh, PartitionSpec("x"))
+    for path in (folder, tmp_path / "m.orbax"):
+        for shardings in (split, jax.tree.map(lambda _: split, jh.load_params(folder).tensors)):
+            placed = jh.load_params(path, jnp.bfloat16, shardings=shardings)
+            equal(placed, jh.load_params(folder, jnp.bfloat16))
+            assert {leaf.sharding for leaf in jax.tree.leaves(placed)} == {split}
+        with pytest.raises(UsageError, match="embed.weight is missing"):
+            jh.load_params(path, shardings={"norm": {"weight": SingleDeviceSharding(jax.devices()[0])}})
+
+
+def test_dtype_of_the_weights(wide, tmp_path):
+    convert(wide, tmp_path / "half", dtype="float16")
+    kinds = {name: dtype for name, (dtype, _, _) in contents(tmp_path / "half").items()}
+    before = {name: dtype for name, (dtype, _, _) in contents(wide).items()}
+    assert kinds["model.embed_tokens.weight"] == "F16" and kinds["model.layers.0.mamba.A_log"] == "F32"
+    assert kinds["model.norm.weight"] == before["model.norm.weight"] == "BF16"
+    assert read_config(tmp_path / "half")["dtype"] == "float16"
+    convert(wide, tmp_path / "w.orbax", dtype="float32")
+    convert(tmp_path / "w.orbax", tmp_path / "back")
+    assert {dtype for dtype, _, _ in contents(tmp_path / "back").values()} == {"F32"}
+    equal(jh.load_params(tmp_path / "back"), jh.load_params(wide, jnp.float32))
+
+
+def test_what_float16_cannot_hold_is_refused(folder, tmp_path):
+    rewrite(folder, lambda n, a: a * 1e6 if "q_proj" in n else a)
+    with pytest.raises(CheckpointError, match="q_proj.weight holds values beyond float16"):
+        convert(folder, tmp_path / "x", dtype="float16")
+    assert {p.name for p in tmp_path.iterdir()} == {"model"}
+
+
+@pytest.mark.parametrize("form", ["int8", "int4"])
+def test_quantized(wide, tmp_path, form):
+    wanted = jh.load_params(wide, quantize=form)
+    convert(wide, tmp_path / "q", quantize=form)
+    convert(tmp_path / "q", tmp_path / "q.orbax")
+    convert(tmp_path / "q.orbax", tmp_path / "back")
+    assert contents(tmp_path / "q") == contents(tmp_path / "back")
+    for path in ("q", "q.orbax"):
+        equal(jh.load_params(tmp_path / path), wanted)
+    assert sum(isinstance(leaf, QuantizedMatrix) for leaf in flatten(wanted.tensors).values()) > 5
+    with pytest.raises(CheckpointError, match=f"are {form} already"):
+        convert(tmp_path / "q", tmp_path / "again", quantize="int8")
+
+
+def test_shards(folder, tmp_path):
+    whole = contents(folder)
+    params, target = jh.load_params(folder), tmp_path / "shards"
+    jh.save_params(params, target, tiny.CONFIG, like=folder, shard_bytes=9_000)
+    index = json.loads((target / "model.safetensors.index.json").read_text())
+    shards = sorted(target.glob("*.safetensors"))
+    assert len(shards) > 2 and {p.name for p in shards} == set(index["weight_map"].values())
+    assert all(len(load_file(p)) == 1 or p.stat().st_size < 10_000 for p in shards)
+    assert index["metadata"]["total_size"] == TensorFiles(target).total_bytes
+    assert contents(target) == whole and (target / "tokenizer.json").exists()
+    # over each other, in both directions
+    jh.save_params(params, target, tiny.CONFIG)
+    assert contents(target) == whole and not list(target.glob("model-*"))
+    jh.save_params(params, folder, tiny.CONFIG, shard_bytes=9_000)
+    assert contents(folder) == whole and not (folder / "model.safetensors").exists()
+    assert not [p for p in folder.iterdir() if p.name.startswith(".")]
+
+
+def test_saving_like_the_source(made, wide, tmp_path):
+    rewrite(wide, lambda n, a: a)
+    before = contents(wide)
+    config = read_config(wide)
+    jh.save_params(jh.load_params(wide), tmp_path / "same", config, like=wide)
+    assert contents(tmp_path / "same") == before
+    other = shutil.copytree(made / "model", tmp_path / "other")
+    with pytest.raises(CheckpointError, match="like: .* nothing was written"):
+        jh.save_params(jh.load_params(wide), tmp_path / "new", config, like=other)
+    assert not (tmp_path / "new").exists()
+
+
+def test_tensors_that_nothing_uses(folder, tmp_path):
+    tensors = load_file(folder / "model.safetensors")
+    tensors |= {"visual.x": np.arange(3), "lm_head.weight": tensors["model.embed_tokens.weight"].copy()}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    convert(folder, tmp_path / "a.orbax")
+    convert(tmp_path / "a.orbax", tmp_path / "b", dtype="bfloat16")
+    kept = contents(tmp_path / "b")
+    assert kept["visual.x"] == contents(folder)["visual.x"]
+    assert "lm_head.weight" not in kept  # a copy of the embeddings
+
+
+def interrupt_at(half):
+    def progress(done, total):
+        if done > total * half:
+            raise KeyboardInterrupt
+
+    return progress
+
+
+@pytest.mark.parametrize("name", ["new", "new.orbax"])
+def test_an_interrupted_conversion_leaves_nothing(folder, tmp_path, monkeypatch, name):
+    with pytest.raises(KeyboardInterrupt):
+        convert(folder, tmp_path / name, progress=interrupt_at(0.5))
+    assert {p.name for p in tmp_path.iterdir()} == {"model"}
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(writing.store, "sync", full)
+    with pytest.raises(CheckpointError, match="No space left"):
+        convert(folder, tmp_path / name)
+    assert {p.name for p in tmp_path.iterdir()} == {"model"}
+
+
+def test_what_a_killed_process_left_goes(folder, tmp_path):
+    script = (
+        "import os, sys; from jaxhybrid.conversion import convert; "
+        "convert(sys.argv[1], sys.argv[2], progress=lambda *_: os._exit(9))"
+    )
+    command = [sys.executable, "-c", script, folder, tmp_path / "new"]
+    assert (
+        subprocess.run(command, env=os.environ | {"PYTHONPATH": str(Path(jh.__file__).parents[1])}).returncode
+        == 9
+    )
+    assert not (tmp_path / "new").exists() and list(tmp_path.glob(".new.unfinished-*"))
+    convert(folder, tmp_path / "new")
+    assert {p.name for p in tmp_path.iterdir()} == {"model", "new"}
+
+
+def test_only_a_model_is_replaced(folder, tmp_path):
+    other = shutil.copytree(folder, tmp_path / "other")
+    rewrite(other, lambda n, a: a + 1)
+    before = contents(other)
+    with pytest.raises(CheckpointError, match="exists already"):
+        convert(folder, other)
+    with pytest.raises(KeyboardInterrupt):
+        convert(folder, other, force=True, progress=interrupt_at(0.5))
+    assert contents(other) == before
+    convert(folder, other, force=True, to="orbax")
+    equal(jh.load_params(other), jh.load_params(folder))
+    home = tmp_path / "home"
+    home.mkdir()
+    (home / "letter").write_text("dear")
+    for taken in (home, home / "letter"):
+        with pytest.raises(UsageError, match="holds no model"):
+            convert(folder, taken, force=True)
+    for around in (folder, tmp_path):
+        with pytest.raises(UsageError, match="where the source lies"):
+            convert(folder, around, force=True)
+    assert {p.name for p in tmp_path.iterdir()} == {"model", "other", "home"}
+
+
+def test_damaged_orbax_folders(folder, tmp_path):
+    target = tmp_path / "m.orbax"
+    convert(folder, target)
+
+    def refused(words):
+        with pytest.raises(CheckpointError) as error:
+            jh.load_params(target)
+        assert words in str(error.value) and "\n" not in str(error.value)
+
+    largest = max((p for p in target.rglob("*") if p.is_file() and "arrays" in str(p)), key=os.path.getsize)
+    data = bytearray(largest.read_bytes())
+    data[len(data) // 2] ^= 1
+    largest.write_bytes(data)
+    refused("is damaged or missing")
+    largest.unlink()
+    refused("is damaged or missing")
+    shutil.rmtree(target / "weights")
+    refused("no .safetensors file")
+    shutil.rmtree(target)
+    convert(folder, target)
+    (target / "config.json").write_text(json.dumps(tiny.CONFIG | {"shared_intermediate_size": 25}))
+    refused("config.json is of another model")
+    (target / "config.json").write_text(json.dumps(tiny.CONFIG))
+    arrays, about = store.read(target / "weights", "weights")
+    store.write(target / "weights", "weights", arrays, {"embed.weight": 3})
+    refused("description of the tensors cannot be used")
+
+
+def test_the_command(folder, tmp_path, capsys):
+    assert main([str(folder), str(tmp_path / "b.orbax"), "--dtype", "bfloat16"]) == 0
+    assert "b.orbax: " in capsys.readouterr().err
+    assert jh.load_params(tmp_path / "b.orbax").dtype == jnp.bfloat16
+    assert main([str(folder), str(tmp_path / "b.orbax")]) == 1
+    assert capsys.readouterr().err.startswith("error: ")
+    assert main([str(folder), str(folder), "--force"]) == 2
+    assert main([str(tmp_path / "none"), str(tmp_path / "c")]) == 1
+    assert main([str(folder), str(tmp_path / "c"), "--dtype", "float16", "--quantize", "int8"]) == 2
+    assert not (tmp_path / "c").exists()
