@@ -1,6 +1,7 @@
 """From what a user calls a model, a folder or a hub id, to a folder on this machine."""
 
 import errno
+import glob
 import os
 import re
 from pathlib import Path
@@ -25,6 +26,8 @@ WANTED = [
 UNWANTED = ["*/*", "consolidated*", "adapter_*"]
 
 _HUB_ID = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*", re.ASCII)
+_HUB_FILE = re.compile(r"(\w[\w.-]*/\w[\w.-]*)/((?:\w[^/]*/)*\w[^/]*\.gguf)", re.ASCII | re.IGNORECASE)
+_PART = re.compile(r"-\d{5}-of-(\d{5})\.gguf$", re.IGNORECASE)
 _FILE_NAME = re.compile(r".+\.(gguf|safetensors|bin|pt|pth|json|npz)", re.IGNORECASE)
 
 
@@ -35,7 +38,9 @@ def resolve_model(
     offline: bool | None = None,
     progress: bool = True,
 ) -> Path:
-    """The folder of `model`: an existing folder or .gguf file as it is, a hub id through the hub's cache.
+    """The folder of `model`: an existing folder or .gguf file as it is, a hub id through the hub's cache. A
+    hub id may go on with a .gguf file of the repository, owner/name/FILE.gguf, which is then the result; a
+    part of a split file brings the others.
 
     `revision` is a branch, tag or commit of a hub id. `offline=True` uses the cache alone, None
     leaves that to HF_HUB_OFFLINE. When the hub cannot be reached, a complete copy in the cache
@@ -57,6 +62,8 @@ def resolve_model(
         )
     if "://" in name:
         raise CheckpointError(f"{show(name)}: is an address; give the hub id alone, owner/name")
+    if named := _HUB_FILE.fullmatch(name):
+        return _snapshot(named[1], revision, offline is True, progress, named[2])
     if not _HUB_ID.fullmatch(name) or _FILE_NAME.fullmatch(name):
         raise CheckpointError(
             f"{show(name)}: file or folder not found; give a model folder, or a hub id such as owner/name"
@@ -64,7 +71,10 @@ def resolve_model(
     return _snapshot(name, revision, offline is True, progress)
 
 
-def _snapshot(name: str, revision: str | None, offline: bool, progress: bool) -> Path:
+def _snapshot(
+    name: str, revision: str | None, offline: bool, progress: bool, file: str | None = None
+) -> Path:
+    """The folder of a repository with what a model needs, or `file` of it."""
     # Imported late: a local folder needs none of it, and it takes a while.
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub import utils as hub_utils
@@ -74,10 +84,10 @@ def _snapshot(name: str, revision: str | None, offline: bool, progress: bool) ->
             name,
             revision=revision,
             local_files_only=local_files_only,
-            allow_patterns=WANTED,
-            ignore_patterns=UNWANTED,
+            allow_patterns=WANTED if file is None else [_PART.sub(r"-?????-of-\1.gguf", glob.escape(file))],
+            ignore_patterns=UNWANTED if file is None else None,
         )
-        return _checked(name, Path(folder))
+        return _checked(name, Path(folder)) if file is None else _checked_file(name, Path(folder), file)
 
     hide = not progress and not hub_utils.are_progress_bars_disabled()
     if hide:
@@ -115,13 +125,19 @@ def _checked(name: str, folder: Path) -> Path:
         if not any(folder.glob(pattern)):
             raise CheckpointError(
                 f"{show(name)}: has no {pattern} (the download holds {holds(folder)}); "
-                "choose a repository with a model in safetensors format"
+                "choose a repository with a model in safetensors format, or a file, owner/name/FILE.gguf"
             )
     try:
         find_files(folder)
     except CheckpointError as error:
         raise CheckpointError(f"{show(name)}: the download is not usable: {error}") from error
     return folder
+
+
+def _checked_file(name: str, folder: Path, file: str) -> Path:
+    if not (folder / file).is_file():
+        raise CheckpointError(f"{show(name)}: has no file {show(file)}; give one of its .gguf files")
+    return folder / file
 
 
 def _refusal(name: str, revision: str | None, error: BaseException | None) -> str | None:

@@ -29,7 +29,7 @@ class Tensors(Protocol):
 
 
 def is_gguf(path: Path) -> bool:
-    return path.suffix.lower() == GGUF
+    return path.suffix.lower() == GGUF and not path.is_dir()
 
 
 class ModelFiles:

@@ -17,7 +17,6 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, LlamaFileType
 
 from jaxhybrid.errors import CheckpointError, UsageError
 from jaxhybrid.families import tensors_of
-from jaxhybrid.files.config import atomic_path
 from jaxhybrid.files.gguf.faithful import check_heard, check_written
 from jaxhybrid.files.gguf.layout import ROTATED, Change, Part, Place, places
 from jaxhybrid.files.gguf.metadata import metadata_of
@@ -25,7 +24,7 @@ from jaxhybrid.files.gguf.rope import rope_tensors
 from jaxhybrid.files.gguf.vocabulary import tokenizer_metadata
 from jaxhybrid.files.mapping import split_parameter
 from jaxhybrid.files.stored import Stored
-from jaxhybrid.files.writing import Progress
+from jaxhybrid.files.writing import Progress, new_file
 from jaxhybrid.hparams import Hparams
 from jaxhybrid.ops.quantized import QuantizedMatrix, dense
 from jaxhybrid.text import Tokenizer
@@ -60,7 +59,7 @@ def write(
     metadata = (
         metadata_of(arch, hp) | {ROTATED: "rotated"} | tokenizer_metadata(tokenizer, hp.vocab_size, path)
     )
-    with atomic_path(path) as temporary:
+    with new_file(path) as temporary:
         _write(temporary, arch, metadata, _Ours(hp, read), dtype, progress)
         check_written(temporary, path, arch, hp)
 
@@ -110,7 +109,7 @@ def _write(
         writer.write_tensor_data(np.ascontiguousarray(vector, np.float32))
     total, done = sum(math.prod(wanted[0][1].shape) for _, wanted in stored), 0
     for name, wanted in stored:
-        writer.write_tensor_data(_assemble(wanted, ours, kinds[name]))
+        writer.write_tensor_data(_assemble(name, wanted, ours, kinds[name]))
         done += math.prod(wanted[0][1].shape)
         if progress is not None:
             progress(done, total)
@@ -205,7 +204,7 @@ class _Ours:
         return split_parameter(array, dataclasses.replace(source, shapes=shapes))
 
 
-def _assemble(wanted: Wanted, ours: _Ours, kind: GGMLQuantizationType) -> np.ndarray:
+def _assemble(stored: str, wanted: Wanted, ours: _Ours, kind: GGMLQuantizationType) -> np.ndarray:
     """One stored tensor as it is written."""
     shape = wanted[0][1].shape
     blocks = [ours.blocks(name, kind) if place.is_whole_rows else None for name, _, _, place in wanted]
@@ -230,7 +229,13 @@ def _assemble(wanted: Wanted, ours: _Ours, kind: GGMLQuantizationType) -> np.nda
             continue
         piece = array[begin : begin + part.count * per_row // columns]
         rows[part.first : part.first + part.count] = piece.reshape(-1, per_row)
-    return out if whole else np.ascontiguousarray(quants.quantize(out, kind))
+    if whole:
+        return out
+    with np.errstate(over="ignore"):
+        short = np.ascontiguousarray(quants.quantize(out, kind))
+    if kind == GGMLQuantizationType.F16 and np.isinf(short).any() and np.isfinite(out).all():
+        raise CheckpointError(f"tensor {stored} holds values beyond F16; write it as BF16 or F32")
+    return short
 
 
 def _inverse_rows(array: np.ndarray, place: Place) -> np.ndarray:
