@@ -72,6 +72,13 @@ REPOS: dict[str, dict[str, bytes]] = {
         "model-2.safetensors": WEIGHTS,
     },
     "owner/data": {"train.csv": b"1,2"},
+    "owner/blocks": {
+        "README.md": b"# words",
+        "m-Q8_0.gguf": b"GGUF",
+        "m-F16.gguf": b"GGUF",
+        "b/m-00001-of-00002.gguf": b"GGUF 1",
+        "b/m-00002-of-00002.gguf": b"GGUF 2",
+    },
 }
 REFUSED = {
     "owner/gated": (403, "GatedRepo"),
@@ -186,6 +193,23 @@ def test_download_takes_what_is_needed_and_the_cache_serves_offline(
     assert call(port, tmp_path, *calls, HF_HUB_OFFLINE="1") == results
 
 
+def test_a_file_of_a_repository(hub: ThreadingHTTPServer, tmp_path: Path) -> None:
+    port, part = hub.server_address[1], "owner/blocks/b/m-00002-of-00002.gguf"
+    results = call(port, tmp_path, ("owner/blocks/m-Q8_0.gguf", {}), (part, {}), ("owner/blocks/x.gguf", {}))
+    (_, file), (_, second), (kind, text) = results
+    assert Path(file).name == "m-Q8_0.gguf" and Path(second).read_bytes() == b"GGUF 2"
+    folder = Path(file).parent
+    assert sorted(p.name for p in folder.rglob("*.gguf")) == [
+        "m-00001-of-00002.gguf",
+        "m-00002-of-00002.gguf",
+        "m-Q8_0.gguf",
+    ]
+    assert kind == "error" and "owner/blocks" in text and "has no file 'x.gguf'" in text
+    hub.shutdown()
+    hub.server_close()
+    assert call(port, tmp_path, (part, {"offline": True})) == [["ok", second]]
+
+
 def test_refusals_say_what_to_do(hub: ThreadingHTTPServer, tmp_path: Path) -> None:
     expected = [
         ("owner/gated", {}, ["restricted", "hf auth login"]),
@@ -199,6 +223,7 @@ def test_refusals_say_what_to_do(hub: ThreadingHTTPServer, tmp_path: Path) -> No
         ("owner/half", {}, ["model-00001-of-00002.safetensors", "not in the folder"]),
         ("owner/data", {}, ["no config.json", "choose a repository"]),
         ("owner/a--b", {}, ["not a valid hub id"]),
+        ("owner/blocks", {}, ["no config.json", "a file, owner/name/FILE.gguf"]),
     ]
     results = call(hub.server_address[1], tmp_path, *((model, options) for model, options, _ in expected))
     for (model, _, words), (kind, text) in zip(expected, results, strict=True):
