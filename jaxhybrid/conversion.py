@@ -75,9 +75,10 @@ def convert(
             )
         with writing.new_folder(target, force) as made:
             if is_gguf(folder):
-                model.config["dtype"] = writing.weights_dtype(model).name  # said of each tensor there
-                if tokenizer and (found := _tokenizer(folder)) is not None:
+                found = _tokenizer(folder) if tokenizer else None
+                if found is not None:
                     found.save(made)
+                model.config |= _said_elsewhere(model, found)
             else:
                 writing.copy_companions(folder, made, tokenizer)
             _WRITERS[form](made, model, changes, progress)
@@ -85,6 +86,17 @@ def convert(
         first, *others = model.unexpected
         more = f" and {len(others)} more" if others else ""
         warnings.warn(f"{source}: tensor {first}{more} not used by this model; left out", stacklevel=2)
+
+
+def _said_elsewhere(model: StoredModel, tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """Fields of config.json that a GGUF file has with its tensors and tokenizer; without them other readers
+    take those of some released model."""
+    found: dict[str, Any] = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    if tokenizer is not None:
+        pad = tokenizer.token_id(tokenizer.special_tokens.get("pad_token", ""))
+        ends = sorted(tokenizer.eos_ids) or None
+        found = {"bos_token_id": tokenizer.bos_id, "eos_token_id": ends, "pad_token_id": pad}
+    return found | {"dtype": writing.weights_dtype(model).name}
 
 
 def _tokenizer(path: Path) -> Tokenizer | None:
