@@ -63,6 +63,9 @@ def _granite_hybrid(meta: Meta) -> Config:
     found: Config = {"layer_types": words, "attention_bias": meta.any_layer("attn_q.bias")}
     found |= {"mamba_d_head": "auto", "mamba_conv_bias": meta.any_layer("ssm_conv1d.bias"), **_rope(meta)}
     found["mamba_proj_bias"] = meta.any_layer("ssm_in.bias")
+    inner, width = meta.get("ssm.inner_size", default=0), meta.need("embedding_length")
+    if inner and width and inner % width == 0:
+        found["mamba_expand"] = inner // width  # all that transformers looks at
     if _is_bamba(meta):
         found["attn_layer_indices"] = [i for i, word in enumerate(words) if word == "attention"]
         found["mlp_bias"] = meta.any_layer("ffn_up.bias")
