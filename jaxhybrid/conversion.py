@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,10 @@ import jax.numpy as jnp
 from jaxhybrid.errors import CheckpointError, TokenizerError, UsageError
 from jaxhybrid.files import writing
 from jaxhybrid.files.hub import resolve_model
-from jaxhybrid.files.load import load_params, write_gguf
-from jaxhybrid.files.source import is_gguf
-from jaxhybrid.files.stored import is_model, open_model
-from jaxhybrid.files.writing import weights_dtype
+from jaxhybrid.files.source import gguf_part, is_gguf
+from jaxhybrid.files.stored import StoredModel, is_model, open_model
 from jaxhybrid.text import Tokenizer
-from jaxhybrid.weights import check_format, format_name
+from jaxhybrid.weights import check_format
 
 FORMS = {"safetensors": "", "orbax": ".orbax", "gguf": ".gguf"}
 """What can be written, and the suffix that says so where `to` does not."""
@@ -32,52 +31,93 @@ def convert(
     dtype: Any = None,
     quantize: str | None = None,
     force: bool = False,
+    tokenizer: bool = True,
     progress: writing.Progress | None = None,
 ) -> None:
-    """Write the model at `source` (a folder, .gguf file or hub id) to `destination`, a folder or .gguf file.
+    """Write the model at `source` (a folder, .gguf file or hub id) to the folder or .gguf file `destination`.
 
     to: a key of FORMS, None for what the destination's suffix says. dtype: of the weights, None for that of
     the source; norms, decays and biases only ever become wider. quantize: "int8", "int8_block" or "int4", of
-    the large matrices. force: replace a model that is there. progress: see `load_params`. Tokenizer, chat
-    template, generation settings and licence go along; tensors that the model does not use too, as they are,
-    but a stored copy of tied embeddings does not. A GGUF file has int8_block and int4 as Q8_0 and Q4_0, has
-    no int8, and carries no tensors that the model does not use.
+    the large matrices. force: replace a model that is there. tokenizer: whether it goes along. progress: see
+    `load_params`. Chat template, generation settings and licence go along; tensors that the model does not
+    use too, as they are, but a stored copy of tied embeddings does not.
 
-    In memory at once: one file of at most 2 GiB, or, for orbax and GGUF, the whole model. Raises UsageError,
-    CheckpointError or HparamsError; what was at `destination` is then still there.
+    A GGUF file has blocks: read, they become float32 unless `quantize` names their layout (Q8_0 is
+    "int8_block", Q4_0 "int4"), which keeps them bit for bit; written, `quantize` makes them. It has the
+    tokenizer, chat template and ends of texts, no other companion, and no tensor that the model does not use.
+
+    In memory at once: one file of at most 2 GiB, for orbax the whole model, for GGUF two parameters. Raises
+    UsageError, CheckpointError or HparamsError; what was at `destination` is then still there.
     """
     check_format(quantize)
     form, target = _form(to, destination), Path(destination).absolute()
     folder = resolve_model(str(source))
     if folder.resolve().is_relative_to(target.resolve()):
         raise UsageError(f"{destination}: is where the source lies; choose another folder")
-    if force and target.exists() and not _replaceable(target, form):
+    if form == "gguf" and target.is_dir():
+        raise UsageError(f"{destination}: is a folder, and a GGUF model one file; choose another name")
+    if os.path.lexists(target) and not force:
+        raise CheckpointError(f"{target}: exists already; choose another name or replace it with --force")
+    if os.path.lexists(target) and not _replaceable(target):
         raise UsageError(f"{destination}: holds no model, so it is not replaced; choose another name")
+    model = open_model(folder, quantize)
+    if model.kept is not None and quantize not in (None, model.kept.format):
+        raise CheckpointError(f"{source}: its weights are {model.kept.format} already; leave out quantize")
+    changes = writing.Changes(None if dtype is None else jnp.dtype(dtype), quantize)
     if form == "gguf":
-        if target.exists() and not force:
-            raise CheckpointError(
-                f"{destination}: exists already; choose another name or replace it with --force"
-            )
-        _write_gguf(folder, target, dtype, quantize, progress)
-        return
-    with writing.new_folder(target, force) as made:
-        model = open_model(folder)
-        if quantize is not None and model.kept is not None:
-            raise CheckpointError(
-                f"{source}: its weights are {model.kept.format} already; leave out quantize"
-            )
-        if dtype is not None and jnp.dtype(dtype) == jnp.float16 and (quantize or model.kept):
+        found = _tokenizer(folder) if tokenizer else None
+        kind = _gguf_dtype(model, changes)
+        gguf_part("write").write(target, model.hparams, model.read, found, kind, progress)
+    else:
+        if changes.dtype == jnp.float16 and (quantize or model.kept):
             raise UsageError(
                 "dtype: activations beside quantized weights are float32 or bfloat16, not float16"
             )
-        changes = writing.Changes(None if dtype is None else jnp.dtype(dtype), quantize)
-        _WRITERS[form](made, model, changes, progress)
-        if is_gguf(folder):
-            tokenizer = _tokenizer(folder)
-            if tokenizer is not None:
-                tokenizer.save(made)
-        else:
-            writing.copy_companions(folder, made)
+        with writing.new_folder(target, force) as made:
+            if is_gguf(folder):
+                found = _tokenizer(folder) if tokenizer else None
+                if found is not None:
+                    found.save(made)
+                model.config |= _said_elsewhere(model, found)
+            else:
+                writing.copy_companions(folder, made, tokenizer)
+            _WRITERS[form](made, model, changes, progress)
+    if model.unexpected and (form == "gguf" or is_gguf(folder)):
+        first, *others = model.unexpected
+        more = f" and {len(others)} more" if others else ""
+        warnings.warn(f"{source}: tensor {first}{more} not used by this model; left out", stacklevel=2)
+
+
+def _said_elsewhere(model: StoredModel, tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """Fields of config.json that a GGUF file has with its tensors and tokenizer; without them other readers
+    take those of some released model."""
+    found: dict[str, Any] = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    if tokenizer is not None:
+        pad = tokenizer.token_id(tokenizer.special_tokens.get("pad_token", ""))
+        ends = sorted(tokenizer.eos_ids) or None
+        found = {"bos_token_id": tokenizer.bos_id, "eos_token_id": ends, "pad_token_id": pad}
+    return found | {"dtype": writing.weights_dtype(model).name}
+
+
+def _tokenizer(path: Path) -> Tokenizer | None:
+    """That of a model, None where it has none; CheckpointError where it cannot be used."""
+    if is_gguf(path):
+        there = gguf_part("tokenizer").has_tokenizer(path)
+    else:
+        there = any(path.glob("tokenizer*"))
+    try:
+        return Tokenizer.load(path) if there else None
+    except TokenizerError as error:
+        raise CheckpointError(f"{error}; or leave the tokenizer out (--no-tokenizer)") from error
+
+
+def _gguf_dtype(model: StoredModel, changes: writing.Changes) -> str:
+    form = changes.quantize or (model.kept.format if model.kept else None)
+    if changes.quantize == "int8":
+        raise UsageError("quantize: GGUF files have no int8 with one scale a channel; give int8_block")
+    if form is not None and changes.dtype is not None:
+        raise UsageError("dtype: what a quantized GGUF file does not quantize is F32; leave dtype out")
+    return writing.gguf_dtype(form, changes.dtype or writing.weights_dtype(model))
 
 
 def _form(to: str | None, destination: str | Path) -> str:
@@ -90,34 +130,6 @@ def _form(to: str | None, destination: str | Path) -> str:
     return to
 
 
-def _write_gguf(source: Path, target: Path, dtype: Any, quantize: str | None, progress: Any) -> None:
-    if quantize == "int8":
-        raise UsageError("quantize: GGUF has no int8 by channel; use int8_block or int4")
-    names = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
-    form = {"int8_block": "Q8_0", "int4": "Q4_0"}.get(quantize or "")
-    if form is None and dtype is not None:
-        form = names.get(jnp.dtype(dtype).name)
-    if form is None and dtype is not None:
-        raise UsageError(f"dtype: {jnp.dtype(dtype).name} is not one of {', '.join(names)}")
-    params = load_params(source, quantize=quantize, progress=progress)
-    if form is None and format_name(params) is None:  # float16 in the source is bfloat16 in memory
-        form = names[weights_dtype(open_model(source)).name]
-    write_gguf(params, target, tokenizer=_tokenizer(source), dtype=form)
-
-
-def _tokenizer(source: Path) -> Tokenizer | None:
-    """None, with a warning, where there is none; TokenizerError where it cannot be read."""
-    try:
-        return Tokenizer.load(source)
-    except TokenizerError as error:
-        if "has no tokenizer" not in str(error):
-            raise
-        warnings.warn(f"{source}: has no tokenizer; the result runs on token ids only", stacklevel=4)
-        return None
-
-
-def _replaceable(path: Path, form: str) -> bool:
-    """Whether it is a model, or empty: nothing else is ever removed."""
-    if form == "gguf":
-        return path.is_file() and is_gguf(path)
-    return path.is_dir() and (is_model(path) or not any(path.iterdir()))
+def _replaceable(path: Path) -> bool:
+    """Whether it is a model, or an empty folder: nothing else is ever removed."""
+    return is_model(path) or path.is_dir() and not any(path.iterdir())

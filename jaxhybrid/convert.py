@@ -1,8 +1,8 @@
 """python -m jaxhybrid.convert: a model from one form on disk to another.
 
-Forms: a Hugging Face folder of safetensors files, an orbax folder (config.json and tokenizer beside an
-orbax checkpoint of the parameters), and a GGUF file. Between folders equal dtypes give equal tensors, byte
-for byte; GGUF stores some of them otherwise (-exp(A_log), norms plus one), which costs the last bit.
+Forms: a Hugging Face folder of safetensors files, an orbax folder (config.json and tokenizer beside an orbax
+checkpoint of the parameters), and a GGUF file. Between folders equal dtypes give equal tensors, byte for
+byte; GGUF files store decays and some norms in another form, which may round them.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from jaxhybrid.command import leave, make_callable, run_command
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m jaxhybrid.convert",
-        description="Convert a model between Hugging Face folders, orbax folders and GGUF files, or quantize "
-        "it.",
+        description="Convert a model between Hugging Face, orbax and GGUF, or quantize it.",
         epilog="The destination appears whole or not at all. Without --to, a name that ends in .orbax "
         "becomes an orbax folder, in .gguf a GGUF file, any other a Hugging Face folder.",
     )
@@ -33,7 +32,13 @@ def build_parser() -> argparse.ArgumentParser:
         choices=["float32", "bfloat16", "float16"],
         help="of the weights (default: that of the source); norms, decays and biases are never narrowed",
     )
-    add("--quantize", choices=["int8", "int8_block", "int4"], help="of the large matrices")
+    add(
+        "--quantize",
+        choices=["int8", "int8_block", "int4"],
+        help="of the large matrices; in GGUF files int8_block is Q8_0 and int4 is Q4_0, and such blocks stay "
+        "as they are, while without it blocks become float32",
+    )
+    add("--no-tokenizer", action="store_true", help="leave the tokenizer out")
     add("--force", action="store_true", help="replace a model that is at DESTINATION")
     add("--quiet", action="store_true", help="no report on standard error")
     add("--debug", action="store_true", help="show the traceback of an error")
@@ -59,13 +64,15 @@ def _run(args: argparse.Namespace) -> int:
             dtype=args.dtype,
             quantize=args.quantize,
             force=args.force,
+            tokenizer=not args.no_tokenizer,
             progress=progress,
         )
     if not args.quiet:
-        target = Path(args.destination)
-        files = [target] if target.is_file() else [file for file in target.rglob("*") if file.is_file()]
+        written = Path(args.destination)
+        files = [file for file in (written, *written.rglob("*")) if file.is_file()]
         size = sum(file.stat().st_size for file in files)
-        print(f"{args.destination}: {len(files)} files, {readable_size(size)}", file=sys.stderr)
+        count = "1 file" if len(files) == 1 else f"{len(files)} files"
+        print(f"{args.destination}: {count}, {readable_size(size)}", file=sys.stderr)
     return 0
 
 

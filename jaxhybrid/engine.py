@@ -32,8 +32,8 @@ def load(
     adapter: str | Path | None = None,
     progress: Progress | None = None,
 ) -> Model:
-    """A model from a folder (Hugging Face's or orbax), .gguf file or hub id; None: the small one inside this
-    package.
+    """A model from a folder (Hugging Face's or orbax), a .gguf file or a hub id; None: the small one inside
+    this package.
 
     dtype: of the weights, None for that of the files. quantize: "int8", "int8_block" or "int4", see
     `load_params`. n_ctx: tokens a sequence will hold, which models with LongRoPE must know from the start

@@ -10,7 +10,7 @@ from tokenizers.processors import TemplateProcessing
 
 from jaxhybrid.chat import ChatTemplate, one_line, read_chat_template, read_json
 from jaxhybrid.errors import TokenizerError, UsageError
-from jaxhybrid.files.config import write_json
+from jaxhybrid.files.config import atomic_path, write_json
 from jaxhybrid.files.source import gguf_part, is_gguf
 
 BROKEN = "\ufffd"
@@ -18,7 +18,7 @@ BROKEN = "\ufffd"
 
 
 class Tokenizer:
-    """The tokenizer of a model folder in Hugging Face layout; `load` makes one.
+    """The tokenizer of a model folder in Hugging Face layout, or of a .gguf file; `load` makes one.
 
     `bos_id` (int or None) and `eos_ids` (frozenset of int) come from generation_config.json, else
     config.json, else the texts in tokenizer_config.json. `backend` is what does the work; `special_tokens`
@@ -84,19 +84,23 @@ class Tokenizer:
             eos_ids=eos_ids or ([] if eos_id is None else [eos_id]),
         )
 
-    def save(self, folder: Path) -> None:
-        """Write what `load` reads: tokenizer.json, tokenizer_config.json and generation_config.json."""
-        templates = self.chat_templates
-        settings: dict[str, Any] = dict(self.special_tokens)
-        if templates:
-            several = [{"name": name, "template": source} for name, source in templates.items()]
-            settings["chat_template"] = templates["default"] if len(templates) == 1 else several
-        ids = {"bos_token_id": self.bos_id, "eos_token_id": sorted(self.eos_ids)}
-        (folder / "tokenizer.json").write_text(self.backend.to_str(), encoding="utf-8")
+    def save(self, folder: str | Path) -> None:
+        """Writes what `load` reads: tokenizer.json, tokenizer_config.json, the chat template and, where ids
+        of BOS or of ends are known, generation_config.json. CheckpointError when a file cannot be written."""
+        folder, templates = Path(folder), self.chat_templates
+        settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", **self.special_tokens}
+        if len(templates) > 1:
+            settings["chat_template"] = [{"name": n, "template": t} for n, t in templates.items()]
+        files = {"tokenizer.json": self.backend.to_str(pretty=True)}
+        if len(templates) == 1:
+            files["chat_template.jinja"] = templates["default"]
+        for name, text in files.items():
+            with atomic_path(folder / name) as temporary:
+                temporary.write_text(text, encoding="utf-8", newline="")
         write_json(folder / "tokenizer_config.json", settings)
-        write_json(
-            folder / "generation_config.json", {name: of for name, of in ids.items() if of is not None}
-        )
+        ids = {"bos_token_id": self.bos_id, "eos_token_id": sorted(self.eos_ids) or None}
+        if known := {name: value for name, value in ids.items() if value is not None}:
+            write_json(folder / "generation_config.json", known)
 
     @cached_property
     def vocab_size(self) -> int:

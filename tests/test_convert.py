@@ -1,11 +1,12 @@
 """Models from one form on disk to another: nothing lost, nothing half written."""
 
+import dataclasses
 import json
 import os
 import shutil
 import subprocess
 import sys
-import warnings
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -13,12 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from gguf import GGUFReader
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 from safetensors.numpy import load_file, save_file
 
 import jaxhybrid as jh
 from jaxhybrid.conversion import convert
 from jaxhybrid.convert import main
+from jaxhybrid.engine import embedded_folder
 from jaxhybrid.errors import CheckpointError, UsageError
 from jaxhybrid.files import store, writing
 from jaxhybrid.files.config import read_config
@@ -152,7 +155,7 @@ def test_quantized(wide, tmp_path, form):
         equal(jh.load_params(tmp_path / path), wanted)
     assert sum(isinstance(leaf, QuantizedMatrix) for leaf in flatten(wanted.tensors).values()) > 5
     with pytest.raises(CheckpointError, match=f"are {form} already"):
-        convert(tmp_path / "q", tmp_path / "again", quantize="int8")
+        convert(tmp_path / "q", tmp_path / "again", quantize="int8_block")
 
 
 def test_shards(folder, tmp_path):
@@ -196,6 +199,140 @@ def test_tensors_that_nothing_uses(folder, tmp_path):
     assert "lm_head.weight" not in kept  # a copy of the embeddings
 
 
+# ------------------------------------------------------------------------------------------- GGUF
+
+FILES = sorted((GOLDEN.parent / "gguf").glob("*.gguf"))
+"""Made by llama.cpp's conversion script: scripts/make_gguf.py."""
+
+
+def near(a, b):
+    """Equal but for what the format stores in another form: exponentials, norms plus one."""
+    assert dataclasses.replace(a.hparams, context_length=None) == dataclasses.replace(
+        b.hparams, context_length=None
+    )
+    b = flatten(b.tensors)
+    for path, x in flatten(a.tensors).items():
+        rounded = 1e-6 if path.endswith(("a_log", "norm", "norm.weight")) else 0
+        np.testing.assert_allclose(np.asarray(x), np.asarray(b[path]), rtol=0, atol=rounded, err_msg=path)
+
+
+@pytest.mark.parametrize("name", ["granitemoehybrid", "nemotron_h_moe", "qwen3_5_moe_text", "linear_rope"])
+def test_through_gguf_and_back(name, tmp_path):
+    """Also with files of mixed dtypes, which float32 holds all."""
+    source = shutil.copytree(GOLDEN / name, tmp_path / "source")
+    narrow = sorted(load_file(source / "model.safetensors"))[::3]
+    rewrite(source, lambda n, a: a.astype(np.float16) if n in narrow else a)
+    convert(source, tmp_path / "m.gguf", dtype="float32")
+    convert(tmp_path / "m.gguf", tmp_path / "m.orbax")
+    convert(tmp_path / "m.orbax", tmp_path / "back")
+    near(jh.load_params(tmp_path / "back"), jh.load_params(source, jnp.float32))
+    same = {n: shape for n, (_, shape, _) in contents(source).items()}
+    assert {n: (k, shape) for n, (k, shape, _) in contents(tmp_path / "back").items()} == {
+        n: ("F32", shape) for n, shape in same.items()
+    }
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_files_of_llama_cpp_become_folders(file, tmp_path):
+    convert(file, tmp_path / "folder")
+    assert read_config(tmp_path / "folder")["dtype"] == "float32"
+    equal(jh.load_params(tmp_path / "folder"), jh.load_params(file))
+
+
+@pytest.mark.parametrize("form", ["int8_block", "int4"])
+def test_blocks_stay_as_they_are_everywhere(wide, tmp_path, form):
+    convert(wide, tmp_path / "a.gguf", quantize=form, tokenizer=False)
+    convert(tmp_path / "a.gguf", tmp_path / "b.orbax", quantize=form)
+    convert(tmp_path / "b.orbax", tmp_path / "c")
+    convert(tmp_path / "c", tmp_path / "d.gguf")
+    wanted = jh.load_params(tmp_path / "a.gguf", quantize=form)
+    kinds = [leaf.packed for leaf in flatten(wanted.tensors).values() if isinstance(leaf, QuantizedMatrix)]
+    assert len(kinds) > 5 and set(kinds) == {form == "int4"}
+    for path in ("b.orbax", "c"):
+        equal(jh.load_params(tmp_path / path), wanted)
+    equal(jh.load_params(tmp_path / "d.gguf", quantize=form), wanted)
+    convert(tmp_path / "a.gguf", tmp_path / "plain", dtype="bfloat16")
+    equal(jh.load_params(tmp_path / "plain"), jh.load_params(tmp_path / "a.gguf", jnp.bfloat16))
+    with pytest.raises(CheckpointError, match=f"are {form} already"):
+        convert(tmp_path / "c", tmp_path / "e.gguf", quantize="int8_block" if form == "int4" else "int4")
+
+
+def test_dtypes_of_gguf_files(wide, tmp_path):
+    for file in wide.glob("tokenizer*"):
+        file.unlink()
+    convert(wide, tmp_path / "own.gguf")
+    convert(wide, tmp_path / "half.gguf", dtype="float16")
+    kinds = [
+        {t.name: t.tensor_type.name for t in GGUFReader(tmp_path / name).tensors}
+        for name in ("own.gguf", "half.gguf")
+    ]
+    assert [found["token_embd.weight"] for found in kinds] == ["BF16", "F16"]
+    assert all(found["output_norm.weight"] == found["blk.0.ssm_a"] == "F32" for found in kinds)
+    rewrite(wide, lambda n, a: a.astype(np.float32) * 1e6 if "q_proj" in n else a)
+    before = (tmp_path / "half.gguf").read_bytes()
+    for options, error, words in (
+        ({"dtype": "float16"}, CheckpointError, "attn_q.weight holds values beyond F16"),
+        ({"quantize": "int8"}, UsageError, "give int8_block"),
+        ({"quantize": "int4", "dtype": "bfloat16"}, UsageError, "leave dtype out"),
+    ):
+        with pytest.raises(error, match=words):
+            convert(wide, tmp_path / "half.gguf", force=True, **options)
+    with pytest.raises(KeyboardInterrupt):
+        convert(wide, tmp_path / "half.gguf", force=True, progress=interrupt_at(0.5))
+    with pytest.raises(CheckpointError, match="exists already"):
+        convert(wide, tmp_path / "half.gguf")
+    (tmp_path / "other.gguf").write_text("a diary")
+    with pytest.raises(UsageError, match="holds no model"):
+        convert(wide, tmp_path / "other.gguf", force=True)
+    with pytest.raises(UsageError, match="is a folder, and a GGUF model one file"):
+        convert(tmp_path / "half.gguf", wide, to="gguf", force=True)
+    assert (tmp_path / "half.gguf").read_bytes() == before
+    assert {p.name for p in tmp_path.iterdir()} == {"wide", "own.gguf", "half.gguf", "other.gguf"}
+
+
+def test_the_tokenizer_goes_into_a_gguf_file_and_back(tmp_path):
+    convert(embedded_folder(), tmp_path / "m.gguf")
+    convert(tmp_path / "m.gguf", tmp_path / "back")
+    convert(tmp_path / "back", tmp_path / "again.gguf")
+    model, source = jh.load(tmp_path / "back"), jh.load()
+    equal(model.params, jh.load_params(tmp_path / "m.gguf"))
+    text, chat = " In the beginning\n\n1611 é 漢", [{"role": "user", "content": "hi"}]
+    assert model.tokenizer.encode(text) == source.tokenizer.encode(text)
+    assert model.tokenizer.encode_chat(chat) == source.tokenizer.encode_chat(chat)
+    assert model.tokenizer.decode(source.tokenizer.encode(text)) == text
+    assert (model.tokenizer.bos_id, model.tokenizer.eos_ids) == (
+        source.tokenizer.bos_id,
+        source.tokenizer.eos_ids,
+    )
+    assert (tmp_path / "again.gguf").read_bytes() == (tmp_path / "m.gguf").read_bytes()
+    for path in ("m.gguf", "back"):
+        convert(tmp_path / path, tmp_path / f"bare-{path}", to="safetensors", tokenizer=False)
+        assert not list((tmp_path / f"bare-{path}").glob("tokenizer*"))
+
+
+def test_a_tokenizer_that_gguf_has_no_words_for(folder, tmp_path):
+    described = json.loads((folder / "tokenizer.json").read_text())
+    described["model"] = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}
+    with pytest.raises(CheckpointError, match="no place for a tokenizer without merges"):
+        convert(folder, tmp_path / "m.gguf")
+    (folder / "tokenizer.json").write_text(json.dumps(described | {"added_tokens": []}))
+    with pytest.raises(CheckpointError, match="no place for .*WordLevel.* tokenizers"):
+        convert(folder, tmp_path / "m.gguf")
+    (folder / "tokenizer.json").rename(folder / "tokenizer.model")
+    with pytest.raises(CheckpointError, match="has no tokenizer.json: .*--no-tokenizer"):
+        convert(folder, tmp_path / "m.gguf")
+    assert {p.name for p in tmp_path.iterdir()} == {"model"}
+    assert main([str(folder), str(tmp_path / "m.gguf"), "--no-tokenizer"]) == 0
+    near(jh.load_params(tmp_path / "m.gguf"), jh.load_params(folder))
+
+
+def test_tensors_that_have_no_place_in_a_gguf_file_are_named(folder, tmp_path):
+    tensors = load_file(folder / "model.safetensors") | {"visual.x": np.arange(3)}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    with pytest.warns(UserWarning, match="visual.x not used by this model; left out"):
+        convert(folder, tmp_path / "m.gguf", tokenizer=False)
+
+
 def interrupt_at(half):
     def progress(done, total):
         if done > total * half:
@@ -204,10 +341,11 @@ def interrupt_at(half):
     return progress
 
 
-@pytest.mark.parametrize("name", ["new", "new.orbax"])
+@pytest.mark.parametrize("name", ["new", "new.orbax", "new.gguf"])
 def test_an_interrupted_conversion_leaves_nothing(folder, tmp_path, monkeypatch, name):
+    convert_model = partial(convert, folder, tmp_path / name, tokenizer=False)
     with pytest.raises(KeyboardInterrupt):
-        convert(folder, tmp_path / name, progress=interrupt_at(0.5))
+        convert_model(progress=interrupt_at(0.5))
     assert {p.name for p in tmp_path.iterdir()} == {"model"}
 
     def full(*_):
@@ -215,7 +353,7 @@ def test_an_interrupted_conversion_leaves_nothing(folder, tmp_path, monkeypatch,
 
     monkeypatch.setattr(writing.store, "sync", full)
     with pytest.raises(CheckpointError, match="No space left"):
-        convert(folder, tmp_path / name)
+        convert_model()
     assert {p.name for p in tmp_path.iterdir()} == {"model"}
 
 
@@ -295,34 +433,3 @@ def test_the_command(folder, tmp_path, capsys):
     assert main([str(tmp_path / "none"), str(tmp_path / "c")]) == 1
     assert main([str(folder), str(tmp_path / "c"), "--dtype", "float16", "--quantize", "int8"]) == 2
     assert not (tmp_path / "c").exists()
-
-
-@pytest.mark.parametrize("name", ["llama", "granitemoehybrid"])
-def test_gguf_and_back(name, tmp_path):
-    pytest.importorskip("gguf")
-    warnings.simplefilter("ignore")  # of the tokenizer that is not there
-    assert main([str(GOLDEN / name), str(tmp_path / "m.gguf"), "--quiet"]) == 0
-    convert(tmp_path / "m.gguf", tmp_path / "again.orbax")  # a model without a tokenizer stays one
-    there = flatten(jh.load_params(GOLDEN / name).tensors)
-    back = flatten(jh.load_params(tmp_path / "again.orbax").tensors)
-    assert there.keys() == back.keys()
-    for path, array in there.items():  # A goes through -exp and log: the last bits
-        np.testing.assert_allclose(np.asarray(back[path]), np.asarray(array), rtol=1e-6, atol=0)
-
-
-def test_the_tokenizer_goes_through_gguf(tmp_path):
-    pytest.importorskip("gguf")
-    model = jh.load()
-    source = jh.engine.embedded_folder()
-    convert(source, tmp_path / "m.gguf", quantize="int8_block")
-    convert(tmp_path / "m.gguf", tmp_path / "back")
-    with pytest.raises(CheckpointError, match="exists already"):
-        convert(source, tmp_path / "m.gguf")
-    convert(source, tmp_path / "m.gguf", force=True)
-    with pytest.raises(UsageError, match="no int8 by channel"):
-        convert(source, tmp_path / "n.gguf", quantize="int8")
-    again = jh.load(tmp_path / "back")
-    text = "And it came to pass, 12 times — ünï\n\n"
-    assert again.tokenizer.encode(text) == model.tokenizer.encode(text)
-    assert again.tokenizer.chat_templates == model.tokenizer.chat_templates
-    assert again.tokenizer.eos_ids == model.tokenizer.eos_ids

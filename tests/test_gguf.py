@@ -176,7 +176,7 @@ def test_a_refused_file_leaves_the_one_before(tmp_path):
     with pytest.raises(UsageError, match="Q5_9"):
         write_gguf(llama(), path, dtype="Q5_9")
     with pytest.raises(CheckpointError, match="cannot be written"):
-        write_gguf(llama(), tmp_path / "no" / "model.gguf")
+        write_gguf(llama(), path / "model.gguf")
     assert path.read_bytes() == b"before"
 
 

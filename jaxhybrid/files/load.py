@@ -26,6 +26,7 @@ from jaxhybrid.files.writing import (
     Changes,
     Progress,
     copy_companions,
+    gguf_dtype,
     new_folder,
     scratch_folder,
     weights_dtype,
@@ -159,7 +160,16 @@ def write_gguf(
     where the format has no place for something the model has, naming it, or the file cannot be written;
     UsageError for another dtype.
     """
-    gguf_part("write").write(params, Path(path), tokenizer, dtype)
+    refuse_adapted(params)
+    flat = flatten(params.tensors)
+    kind = gguf_dtype(format_name(params), params.dtype) if dtype is None else dtype
+    gguf_part("write").write(Path(path), params.hparams, lambda name: _stored(flat[name]), tokenizer, kind)
+
+
+def _stored(leaf: Weight) -> Stored:
+    if isinstance(leaf, QuantizedMatrix):
+        return np.asarray(leaf.values), np.asarray(leaf.scales)
+    return np.asarray(leaf)
 
 
 def _save_into(folder: Path, model: _ParamsModel, like: str | Path | None, shard_bytes: int) -> None:
@@ -193,10 +203,7 @@ class _ParamsModel:
             self.dtypes |= {name: kinds.get(name, NAMES[own]) for name in source.names}
 
     def read(self, path: str) -> Stored:
-        leaf = self._flat[path]
-        if isinstance(leaf, QuantizedMatrix):
-            return np.asarray(leaf.values), np.asarray(leaf.scales)
-        return np.asarray(leaf)
+        return _stored(self._flat[path])
 
     def read_unused(self, name: str) -> np.ndarray:
         assert self._like is not None

@@ -29,7 +29,7 @@ class Tensors(Protocol):
 
 
 def is_gguf(path: Path) -> bool:
-    return path.suffix.lower() == GGUF
+    return path.suffix.lower() == GGUF and not path.is_dir()
 
 
 class ModelFiles:
@@ -48,6 +48,10 @@ class ModelFiles:
         else:
             self._gguf = None
             self.config = read_config(path)
+
+    @property
+    def is_gguf(self) -> bool:
+        return self._gguf is not None
 
     @property
     def where(self) -> Path:

@@ -11,7 +11,7 @@ import numpy as np
 from jaxhybrid.errors import CheckpointError
 from jaxhybrid.families import Source, hparams_from_config
 from jaxhybrid.files import quantized, store
-from jaxhybrid.files.config import read_config, show
+from jaxhybrid.files.config import show
 from jaxhybrid.files.header import DTYPES
 from jaxhybrid.files.mapping import map_tensors, read_parameter
 from jaxhybrid.files.source import ModelFiles, is_gguf
@@ -57,41 +57,44 @@ class StoredModel(Protocol):
 def open_model(path: Path, quantize: str | None = None) -> StoredModel:
     """The model in a folder or .gguf file, all checked but the values; CheckpointError or HparamsError.
 
-    quantize: the format wanted; GGUF blocks of the same layout are given as they are.
+    quantize: the format its weights will have; blocks of a GGUF file that have its layout are given as they
+    are, and `kept` says so.
     """
+    files = ModelFiles(path, quantize)
     if is_orbax(path):
-        return OrbaxModel(path, read_config(path))
-    return TensorModel(ModelFiles(path, quantize))
+        return OrbaxModel(path, files.config)
+    return TensorModel(files)
 
 
 def is_orbax(folder: Path) -> bool:
     """Whether a folder's weights are in an orbax checkpoint."""
-    return store.is_store(folder / WEIGHTS) and not any(folder.glob("*.safetensors"))
+    return folder.is_dir() and store.is_store(folder / WEIGHTS) and not any(folder.glob("*.safetensors"))
 
 
 class TensorModel:
-    """A model whose files hold tensors by their Hugging Face names."""
+    """A model whose tensors are known by their Hugging Face names."""
 
-    def __init__(self, found: ModelFiles) -> None:
-        self.hparams = hparams_from_config(found.config)
-        self.files = files = found.tensors()
-        self.config = found.config
-        self.kept = quantized.Stored.of(found.config, found.where)
+    def __init__(self, model: ModelFiles) -> None:
+        self.hparams = hparams_from_config(model.config)
+        self.files = files = model.tensors()
+        self.config = model.config
+        self.kept = quantized.Stored.of(model.config, model.where)
         mapping = map_tensors(self.hparams, files)
         mapping.raise_for_errors()
         if (self.kept is None) != (not mapping.quantized):
-            where, kind = found.path, "quantized" if mapping.quantized else "not quantized"
+            kind = "quantized" if mapping.quantized else "not quantized"
             raise CheckpointError(
-                f"{where}: the weights are {kind}, config.json says otherwise; {quantized.REMEDY}"
+                f"{model.path}: the weights are {kind}, config.json says otherwise; {quantized.REMEDY}"
             )
         self.sources, self.unexpected, self._halves = mapping.sources, mapping.unexpected, mapping.quantized
         used = {name for source in self.sources.values() for name in source.names}
         self.dtypes = {name: files.dtype(name) for name in used if name in files}
         used |= {name for pair in self._halves.values() for half in pair for name in half.names}
         # a tied head may be stored a second time, and would be wrong as soon as the embeddings change
-        tied = {"lm_head.weight"} if self.hparams.tie_embeddings else set()
-        others = () if is_gguf(found.path) else files.names()  # another format's tensors have no place here
-        self.unused = tuple(name for name in others if name not in used | tied)
+        if self.hparams.tie_embeddings:
+            used.add("lm_head.weight")
+        # other tensors of a GGUF file have names and layouts that mean nothing elsewhere
+        self.unused = () if model.is_gguf else tuple(name for name in files.names() if name not in used)
         self._shapes = {path: tensor.shape for path, tensor in flatten(spec(self.hparams)).items()}
 
     def read(self, path: str) -> Stored:
@@ -208,7 +211,10 @@ def _described(about: dict[str, Any], folder: Path) -> tuple[dict[str, Source], 
 
 
 def is_model(folder: Path) -> bool:
-    """Whether a folder looks like a model that may be replaced by another."""
+    """Whether a folder or file looks like a model that may be replaced by another."""
+    if folder.is_file() and is_gguf(folder):
+        with open(folder, "rb") as file:
+            return file.read(4) == b"GGUF"
     if not (folder / "config.json").is_file():
         return False
     if store.is_store(folder / WEIGHTS):

@@ -33,20 +33,16 @@ Progress = Callable[[int, int], None]
 SHARD_BYTES = 2 << 30
 """A larger model is written as several files, of which one at a time is in memory."""
 
+TOKENIZER = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt")
 COMPANIONS = (
     "generation_config.json",
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.*",
-    "merges.txt",
     "chat_template*",
     "*.jinja",
     "*processor_config.json",
     "LICENSE*",
     "NOTICE*",
 )
-"""What belongs to a model beside its configuration and weights."""
+"""What belongs to a model beside its configuration, weights and tokenizer."""
 
 
 @dataclass
@@ -101,6 +97,13 @@ def weights_dtype(model: StoredModel) -> jnp.dtype:
     return jnp.dtype(jnp.float32) if found == jnp.float64 else found
 
 
+def gguf_dtype(form: str | None, dtype: jnp.dtype) -> str:
+    """What matrices of a format, None for plain ones of `dtype`, are in a GGUF file."""
+    if form is not None:
+        return "Q4_0" if form == "int4" else "Q8_0"
+    return {jnp.dtype(jnp.bfloat16): "BF16", jnp.dtype(jnp.float16): "F16"}.get(dtype, "F32")
+
+
 def write_folder(
     folder: Path,
     model: StoredModel,
@@ -142,9 +145,9 @@ def write_orbax(folder: Path, model: StoredModel, changes: Changes, progress: Pr
     write_json(folder / "config.json", changes.config(model))
 
 
-def copy_companions(source: Path, folder: Path) -> None:
+def copy_companions(source: Path, folder: Path, tokenizer: bool = True) -> None:
     """Tokenizer, chat template, generation settings and licence, where the source has them."""
-    for pattern in COMPANIONS:
+    for pattern in (*COMPANIONS, *(TOKENIZER if tokenizer else ())):
         for file in source.glob(pattern):
             if file.is_file() and file.resolve() != (folder / file.name).resolve():
                 with atomic_path(folder / file.name) as temporary:
@@ -193,6 +196,16 @@ def new_folder(path: Path, replace: bool = False) -> Iterator[Path]:
                     os.rename(old / path.name, path)
                 raise
             store.sync_folder(path.parent)
+
+
+@contextmanager
+def new_file(path: Path) -> Iterator[Path]:
+    """Yields a name beside `path` whose file becomes `path` on success and vanishes on an error."""
+    with scratch_folder(path.parent, path.name) as made:
+        yield made / path.name
+        store.sync(made)
+        os.replace(made / path.name, path)
+        store.sync_folder(path.parent)
 
 
 def _changed(

@@ -63,8 +63,12 @@ def _granite_hybrid(meta: Meta) -> Config:
     found: Config = {"layer_types": words, "attention_bias": meta.any_layer("attn_q.bias")}
     found |= {"mamba_d_head": "auto", "mamba_conv_bias": meta.any_layer("ssm_conv1d.bias"), **_rope(meta)}
     found["mamba_proj_bias"] = meta.any_layer("ssm_in.bias")
+    inner, width = meta.get("ssm.inner_size", default=0), meta.need("embedding_length")
+    if inner and width and inner % width == 0:
+        found["mamba_expand"] = inner // width  # all that transformers looks at
     if _is_bamba(meta):
-        found |= {"layers_block_type": words, "mlp_bias": meta.any_layer("ffn_up.bias")}
+        found["attn_layer_indices"] = [i for i, word in enumerate(words) if word == "attention"]
+        found["mlp_bias"] = meta.any_layer("ffn_up.bias")
         found["rope_parameters"].setdefault("partial_rotary_factor", 1.0)
         del found["layer_types"]
         return found
@@ -127,7 +131,6 @@ def _jamba(meta: Meta) -> Config:
     offset, period = _every(attending, meta.n_layers)
     first, step = _every(sparse, meta.n_layers)
     found: Config = {
-        "layers_block_type": words,
         "attn_layer_offset": offset,
         "attn_layer_period": period,
         "mamba_expand": meta.need("ssm.inner_size") // max(1, meta.need("embedding_length")),
@@ -136,6 +139,8 @@ def _jamba(meta: Meta) -> Config:
         "mamba_conv_bias": meta.any_layer("ssm_conv1d.bias"),
         "mamba_proj_bias": meta.any_layer("ssm_in.bias"),
     }
+    if attending != list(range(offset, meta.n_layers, period)):
+        found["layers_block_type"] = words  # transformers knows evenly spaced ones only
     return found if sparse else found | {"num_experts": 1}
 
 

@@ -94,7 +94,8 @@ class GgufFiles:
         return self.container.tensors[part.name]
 
     def __contains__(self, name: object) -> bool:
-        return name in self.names()
+        own, half = self._split(str(name))
+        return name in self._others if own is None else (half is None) == (own not in self._kept)
 
     @property
     def total_bytes(self) -> int:

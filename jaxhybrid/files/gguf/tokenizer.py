@@ -74,6 +74,14 @@ def load_tokenizer(path: Path) -> Tokenizer:
     return _Reader(path).tokenizer()
 
 
+def has_tokenizer(path: Path) -> bool:
+    """Whether a file says that it has one, of whatever kind."""
+    return open_container(path).metadata.get("tokenizer.ggml.model") not in _NONE
+
+
+_NONE = (None, "none", "no_vocab")
+
+
 class _Reader:
     def __init__(self, path: Path) -> None:
         self.path, self.metadata = path, open_container(path).metadata
@@ -90,7 +98,7 @@ class _Reader:
     def tokenizer(self) -> Tokenizer:
         kind = self.get("model", str)
         self.tokens = self.get("tokens", list)
-        if kind in (None, "none", "no_vocab") or not self.tokens:
+        if kind in _NONE or not self.tokens:
             raise self.fail("has no tokenizer", "give token ids, or use a file made with the tokenizer")
         types = self.get("token_type", np.ndarray)
         self.types = [NORMAL] * len(self.tokens) if types is None else types.tolist()

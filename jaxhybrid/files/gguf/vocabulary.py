@@ -28,6 +28,8 @@ def tokenizer_metadata(tokenizer: Tokenizer | None, vocab_size: int, path: Path)
     model = described["model"]
     if model.get("type") != "BPE":
         raise _fail(path, f"{show(str(model.get('type')))} tokenizers")
+    if not model["merges"]:
+        raise _fail(path, "a tokenizer without merges")
     texts = {i: text for text, i in tokenizer.backend.get_vocab().items()}
     if max(texts, default=-1) >= vocab_size:
         raise CheckpointError(
@@ -123,5 +125,5 @@ def _templates(tokenizer: Tokenizer) -> dict[str, str]:
 
 def _fail(path: Path, what: str) -> CheckpointError:
     return CheckpointError(
-        f"{path}: GGUF files have no place for {what}; write the model without its tokenizer"
+        f"{path}: GGUF files have no place for {what}; write the model without its tokenizer (--no-tokenizer)"
     )

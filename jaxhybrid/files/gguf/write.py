@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -16,18 +17,17 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, LlamaFileType
 
 from jaxhybrid.errors import CheckpointError, UsageError
 from jaxhybrid.families import tensors_of
-from jaxhybrid.files.config import atomic_path
 from jaxhybrid.files.gguf.faithful import check_heard, check_written
 from jaxhybrid.files.gguf.layout import ROTATED, Change, Part, Place, places
 from jaxhybrid.files.gguf.metadata import metadata_of
 from jaxhybrid.files.gguf.rope import rope_tensors
 from jaxhybrid.files.gguf.vocabulary import tokenizer_metadata
 from jaxhybrid.files.mapping import split_parameter
+from jaxhybrid.files.stored import Stored
+from jaxhybrid.files.writing import Progress, new_file
 from jaxhybrid.hparams import Hparams
 from jaxhybrid.ops.quantized import QuantizedMatrix, dense
-from jaxhybrid.params import Params, flatten
 from jaxhybrid.text import Tokenizer
-from jaxhybrid.weights import format_name
 
 DTYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0")
 _ARCH_OF = {
@@ -43,10 +43,15 @@ _ALWAYS_F32 = re.compile(
 """Tensors that llama.cpp keeps in float32 in every file."""
 
 
-def write(params: Params, path: Path, tokenizer: Tokenizer | None, dtype: str | None) -> None:
-    """What `files.load.write_gguf` documents."""
-    hp = params.hparams
-    dtype = _own_dtype(params) if dtype is None else dtype
+def write(
+    path: Path,
+    hp: Hparams,
+    read: Callable[[str], Stored],
+    tokenizer: Tokenizer | None,
+    dtype: str,
+    progress: Progress | None = None,
+) -> None:
+    """What `files.load.write_gguf` documents, of parameters that `read` gives by their dotted paths."""
     if dtype not in DTYPES:
         raise UsageError(f"dtype: {dtype!r} is not one of {', '.join(DTYPES)}")
     arch = architecture_of(hp)
@@ -54,16 +59,9 @@ def write(params: Params, path: Path, tokenizer: Tokenizer | None, dtype: str | 
     metadata = (
         metadata_of(arch, hp) | {ROTATED: "rotated"} | tokenizer_metadata(tokenizer, hp.vocab_size, path)
     )
-    with atomic_path(path) as temporary:
-        _write(temporary, arch, metadata, params, dtype)
+    with new_file(path) as temporary:
+        _write(temporary, arch, metadata, _Ours(hp, read), dtype, progress)
         check_written(temporary, path, arch, hp)
-
-
-def _own_dtype(params: Params) -> str:
-    form = format_name(params)
-    if form is None:
-        return "BF16" if params.dtype == jnp.bfloat16 else "F32"
-    return "Q4_0" if form == "int4" else "Q8_0"
 
 
 def architecture_of(hp: Hparams) -> str:
@@ -78,7 +76,9 @@ def architecture_of(hp: Hparams) -> str:
     return "nemotron_h_moe" if arch == "nemotron_h" and has_experts else arch
 
 
-def _write(file: Path, arch: str, metadata: dict[str, Any], params: Params, dtype: str) -> None:
+def _write(
+    file: Path, arch: str, metadata: dict[str, Any], ours: _Ours, dtype: str, progress: Progress | None
+) -> None:
     writer = GGUFWriter(file, arch)
     writer.add_file_type({
         "F32": LlamaFileType.ALL_F32, "F16": LlamaFileType.MOSTLY_F16,
@@ -88,8 +88,8 @@ def _write(file: Path, arch: str, metadata: dict[str, Any], params: Params, dtyp
     writer.add_quantization_version(2)
     for key, value in metadata.items():
         _add(writer, key, value)
-    stored = list(_plan(arch, params.hparams).items())
-    extra = rope_tensors(params.hparams)
+    stored = list(_plan(arch, ours.hparams).items())
+    extra = rope_tensors(ours.hparams)
     kinds = {name: _kind(name, wanted[0][1].shape, dtype) for name, wanted in stored}
     for name, vector in extra.items():
         writer.add_tensor_info(name, vector.shape, vector.dtype, vector.nbytes)
@@ -107,9 +107,12 @@ def _write(file: Path, arch: str, metadata: dict[str, Any], params: Params, dtyp
     writer.write_ti_data_to_file()
     for vector in extra.values():
         writer.write_tensor_data(np.ascontiguousarray(vector, np.float32))
-    ours = _Ours(params)
+    total, done = sum(math.prod(wanted[0][1].shape) for _, wanted in stored), 0
     for name, wanted in stored:
-        writer.write_tensor_data(_assemble(wanted, ours, kinds[name]))
+        writer.write_tensor_data(_assemble(name, wanted, ours, kinds[name]))
+        done += math.prod(wanted[0][1].shape)
+        if progress is not None:
+            progress(done, total)
     writer.close()
 
 
@@ -159,9 +162,9 @@ def _plan(arch: str, hp: Hparams) -> dict[str, Wanted]:
 class _Ours:
     """Tensors by the names of the family's folder, the last few parameters kept."""
 
-    def __init__(self, params: Params) -> None:
-        self._flat = flatten(params.tensors)
-        self._sources = tensors_of(params.hparams)
+    def __init__(self, hparams: Hparams, read: Callable[[str], Stored]) -> None:
+        self.hparams, self._sources = hparams, tensors_of(hparams)
+        self._read = lru_cache(maxsize=1)(read)
         self._paths = {name: path for path, source in self._sources.items() for name in source.names}
         self._numbers = lru_cache(maxsize=2)(self._split_numbers)
         self._blocks = lru_cache(maxsize=2)(self._split_blocks)
@@ -176,14 +179,21 @@ class _Ours:
         return None if found is None else found[name]
 
     def _split_numbers(self, path: str) -> dict[str, np.ndarray]:
-        array = np.asarray(dense(self._flat[path])).astype(np.float32)
+        stored = self._read(path)
+        if isinstance(stored, tuple):
+            values, scales = map(jnp.asarray, stored)
+            stored = np.asarray(dense(QuantizedMatrix(values, scales, jnp.dtype(jnp.float32))))
+        array = stored.astype(np.float32, copy=False)
         return split_parameter(array, self._sources[path])
 
     def _split_blocks(self, path: str, kind: str) -> dict[str, np.ndarray] | None:
-        leaf = self._flat[path]
-        if not isinstance(leaf, QuantizedMatrix) or leaf.by_channel or leaf.packed != (kind == "Q4_0"):
+        stored = self._read(path)
+        if not isinstance(stored, tuple):
             return None
-        scales, values = np.asarray(leaf.scales), np.asarray(leaf.values)
+        values, scales = stored
+        packed = values.dtype == np.uint8
+        if packed != (kind == "Q4_0") or not packed and scales.shape[-1] * 32 != values.shape[-1]:
+            return None
         short = scales.astype(np.float16)
         if not np.array_equal(short.astype(np.float32), scales):
             return None
@@ -194,7 +204,7 @@ class _Ours:
         return split_parameter(array, dataclasses.replace(source, shapes=shapes))
 
 
-def _assemble(wanted: Wanted, ours: _Ours, kind: GGMLQuantizationType) -> np.ndarray:
+def _assemble(stored: str, wanted: Wanted, ours: _Ours, kind: GGMLQuantizationType) -> np.ndarray:
     """One stored tensor as it is written."""
     shape = wanted[0][1].shape
     blocks = [ours.blocks(name, kind) if place.is_whole_rows else None for name, _, _, place in wanted]
@@ -219,7 +229,13 @@ def _assemble(wanted: Wanted, ours: _Ours, kind: GGMLQuantizationType) -> np.nda
             continue
         piece = array[begin : begin + part.count * per_row // columns]
         rows[part.first : part.first + part.count] = piece.reshape(-1, per_row)
-    return out if whole else np.ascontiguousarray(quants.quantize(out, kind))
+    if whole:
+        return out
+    with np.errstate(over="ignore"):
+        short = np.ascontiguousarray(quants.quantize(out, kind))
+    if kind == GGMLQuantizationType.F16 and np.isinf(short).any() and np.isfinite(out).all():
+        raise CheckpointError(f"tensor {stored} holds values beyond F16; write it as BF16 or F32")
+    return short
 
 
 def _inverse_rows(array: np.ndarray, place: Place) -> np.ndarray:
