@@ -42,7 +42,7 @@ def ssm(cache: jh.Cache, seq: Any) -> jax.Array:
 
 
 def decays(params: jh.Params, tokens: np.ndarray) -> jax.Array:
-    """What every token multiplies each head's state with: float32 [T, layers, H] for tokens int32 [T].
+    """What every token multiplies each head's state with: float32 [T - 1, layers, H] for tokens int32 [T].
 
     A layer's next state is S' = a S + u b, where a, u and b do not depend on S. So a is how much larger S'
     becomes when S is larger by 1.
@@ -63,9 +63,8 @@ def decays(params: jh.Params, tokens: np.ndarray) -> jax.Array:
 
         return after, jax.vmap(moved)(jnp.arange(n_layers))
 
-    # the first token has no cache to come after
-    _, cache = jh.step(params, cache, jh.make_ubatch(tokens[None, :1]))
-    return jax.jit(lambda c, t: jax.lax.scan(token, c, t)[1])(cache, jnp.asarray(tokens[1:]))
+    # before the first token there is no state to edit
+    return jax.jit(lambda c, t: jax.lax.scan(token, c, t)[1])(cache, jnp.asarray(tokens))[1:]
 
 
 def half_lives(a: jax.Array) -> np.ndarray:

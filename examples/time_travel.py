@@ -62,7 +62,7 @@ def measure(model: jh.Model, length: int, branches: int, repeats: int = 3) -> di
 
     past = once(pool)
     there = jh.checkpoint(past, 0)
-    later = step(params, past, jh.make_ubatch(np.array([prompt[:GOING_ON]])))[1]
+    later = forked()[1]
     back = jh.rewind(later, 0, there)
     assert jh.seq_pos_max(back, 0) == jh.seq_pos_max(past, 0) == length - 1
     return {

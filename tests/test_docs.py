@@ -1,18 +1,22 @@
 """The Python of the README and of the documentation runs as it stands, and the reference leaves nothing out.
 
-Each block of the README stands alone; those of a page of the documentation follow one another.
+Each block of the README stands alone; those of a page of the documentation follow one another, with a smaller
+model in the place of the one inside the package unless JAXHYBRID_NIGHTLY is set.
 """
 
 import importlib
 import importlib.util
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import tiny
 
 import jaxhybrid as jh
+from jaxhybrid import engine
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -30,9 +34,16 @@ for path in sorted(DOCS.rglob("*.md")):
         PAGES[path.relative_to(DOCS).as_posix()] = found
 
 
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    return tiny.write_folder(tmp_path_factory.mktemp("model"))
+
+
 @pytest.mark.parametrize("page", PAGES)
-def test_python_example(page, capsys, tmp_path, monkeypatch):
+def test_python_example(page, small, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    if not page.startswith("README") and not os.environ.get("JAXHYBRID_NIGHTLY"):
+        monkeypatch.setattr(engine, "embedded_folder", lambda: small)
     names = {}
     for i, block in enumerate(PAGES[page]):
         exec(compile(block, f"{page}, block {i}", "exec"), names)

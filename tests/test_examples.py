@@ -110,7 +110,9 @@ def test_a_probe_finds_the_token_that_is_in_a_state_and_no_other(constant, monke
 
 
 def test_states_are_probed_and_drawn(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(states, "decays", lambda *_: np.full((3, 1, 4), 0.5))  # has a test of its own
+    # these have tests of their own
+    monkeypatch.setattr(states, "decays", lambda *_: np.full((3, 1, 4), 0.5))
+    monkeypatch.setattr(states, "damage", lambda *_: {"zero": np.ones(1), "swap": np.ones(1)})
     found = states.main(["--out", str(tmp_path), "--model", folder, "--rows", "8", "--length", "12"])
     assert found["layers"] == [0] and found["half-lives"] == [pytest.approx([1, 1, 1, 1])]
     assert np.shape(found["probe"]) == (1, len(found["distances"])) and np.isfinite(found["probe"]).all()
