@@ -196,6 +196,8 @@ def test_a_fork_equals_a_recompute_and_leaves_its_source(kind):
     forked = jh.fork(cache, 0, (1, 2))
     assert ends(forked) == [ends(cache)[0]] * 3
     chex.assert_trees_all_equal(jh.fork(cache, 0, ()), cache)
+    for same in (range(1, 3), iter([1, 2]), np.array([1, 2]), [jnp.int32(1), 2]):
+        chex.assert_trees_all_equal(jh.fork(cache, 0, same), forked)
     logits, after = feed(kind, forked, (0, [7]), (1, [8]), (2, [9]))
     for r, token in enumerate((7, 8, 9)):
         _, recomputed = feed(kind, empty(kind), (0, [1, 2, 3, 4]))

@@ -8,10 +8,11 @@ same operations for the host, which raise and say why.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from jaxhybrid.cache import attention as cells
@@ -109,11 +110,15 @@ def seq_cp(
     return _copy(cache, src, jnp.reshape(dst, 1), p0, p1, lossy, ok)
 
 
-@operation
-def fork(cache: Cache, src: Int, dsts: Array | Sequence[int]) -> Cache:
+def fork(cache: Cache, src: Int, dsts: Array | Iterable[int]) -> Cache:
     """Every sequence in `dsts` becomes a copy of `src`. Ids outside the cache are ignored."""
-    targets = jnp.asarray(dsts, jnp.int32).reshape(-1)
-    return _copy(cache, src, targets, -1, -1, False, jnp.bool_(True))[0]
+    ids = dsts if isinstance(dsts, Array | np.ndarray) else tuple(dsts)
+    return _fork(cache, src, jnp.asarray(ids, jnp.int32))
+
+
+@operation
+def _fork(cache: Cache, src: Int, dsts: Array) -> Cache:
+    return _copy(cache, src, jnp.reshape(dsts, -1), -1, -1, False, jnp.bool_(True))[0]
 
 
 def _copy(
