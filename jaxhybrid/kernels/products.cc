@@ -33,7 +33,7 @@ constexpr int kBlock = 32;  // weights handled at a time, and those that share a
 constexpr int kVectors = kBlock / kLanes;
 constexpr int64_t kMostRows = 8;          // whose sums fit the registers
 constexpr int64_t kPieceBytes = 1 << 17;  // of a weight, which a thread takes at a time
-constexpr int64_t kAhead = 1024;          // bytes of each row that are fetched before they are needed
+constexpr int64_t kNearBytes = 1 << 15;   // of rows x, which the nearest cache holds beside the weights that pass
 
 typedef float Floats __attribute__((vector_size(kLanes * 4)));
 typedef int32_t Integers __attribute__((vector_size(kLanes * 4)));
@@ -84,21 +84,19 @@ struct Matrix {  // [out, in], with float32 scales [out, in / kBlock] where the 
 };
 
 // ---------------------------------------------------------------------------------------------- formats
-// A format knows one row of a weight: its blocks, and how a block and the same one of a row x are added to sums.
+// A format knows one row of a weight: its blocks, and how the parts of a block and of a row x are multiplied and added.
 
 struct Real {  // what formats that become float32 share
   using X = float;
   using PackedX = float;
   using Y = float;
   using Sum = Floats;
+  static constexpr int kParts = kVectors;
   struct Block {
     Floats vectors[kVectors];
   };
-  template <int kSums>
-  static void add(Sum* sums, const Block& block, const float* x) {
-#pragma GCC unroll 8
-    for (int v = 0; v < kVectors; ++v) sums[v % kSums] += block.vectors[v] * load(x + v * kLanes);
-  }
+  static Floats part(const float* x, int v) { return load(x + v * kLanes); }
+  static void add(Sum& sum, const Block& block, int v, Floats x) { sum += block.vectors[v] * x; }
 };
 
 struct Float32 : Real {
@@ -162,15 +160,15 @@ struct Int8 {  // rows x are int8 too; widened to int16 once, so that pairs of p
   const int8_t* row;
   Int8(const Matrix& w, int64_t o) : row(static_cast<const int8_t*>(w.values) + o * w.n_in) {}
 #if defined(__AVX512BW__)
+  static constexpr int kParts = 1;
   using Block = __m512i;
   Block block(int64_t b) const {
     return _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)(row + b * kBlock)));
   }
-  template <int kSums>
-  static void add(Sum* sums, const Block& block, const int16_t* x) {
-    sums[0] += (Integers)_mm512_madd_epi16(block, _mm512_loadu_si512(x));
-  }
+  static __m512i part(const int16_t* x, int) { return _mm512_loadu_si512(x); }
+  static void add(Sum& sum, const Block& block, int, __m512i x) { sum += (Integers)_mm512_madd_epi16(block, x); }
 #elif defined(__AVX2__)
+  static constexpr int kParts = 2;
   struct Block {
     __m256i halves[2];
   };
@@ -178,68 +176,86 @@ struct Int8 {  // rows x are int8 too; widened to int16 once, so that pairs of p
     const __m128i* at = (const __m128i*)(row + b * kBlock);
     return {_mm256_cvtepi8_epi16(_mm_loadu_si128(at)), _mm256_cvtepi8_epi16(_mm_loadu_si128(at + 1))};
   }
-  template <int kSums>
-  static void add(Sum* sums, const Block& block, const int16_t* x) {
-    for (int h = 0; h < 2; ++h)
-      sums[h % kSums] += (Integers)_mm256_madd_epi16(block.halves[h], _mm256_loadu_si256((const __m256i*)x + h));
+  static __m256i part(const int16_t* x, int h) { return _mm256_loadu_si256((const __m256i*)x + h); }
+  static void add(Sum& sum, const Block& block, int h, __m256i x) {
+    sum += (Integers)_mm256_madd_epi16(block.halves[h], x);
   }
 #else
+  static constexpr int kParts = kVectors;
   using Block = const int8_t*;
   Block block(int64_t b) const { return row + b * kBlock; }
-  template <int kSums>
-  static void add(Sum* sums, const Block& block, const int16_t* x) {
-    for (int v = 0; v < kVectors; ++v) sums[v % kSums] += widened(block + v * kLanes) * widened(x + v * kLanes);
-  }
+  static Integers part(const int16_t* x, int v) { return widened(x + v * kLanes); }
+  static void add(Sum& sum, const Block& block, int v, Integers x) { sum += widened(block + v * kLanes) * x; }
 #endif
 };
 
 // --------------------------------------------------------------------------------------------- products
 
-// kRows packed rows x with kOuts rows of the weight, into the first n_rows rows of y [n_rows, out].
+// Blocks [b0, b1) of kRows packed rows x with kOuts rows of the weight: into the first n_rows rows of y [n_rows, out],
+// or onto them where there were blocks before.
 template <class Format, int kRows, int kOuts>
-void tile(const Matrix& w, int64_t o, const typename Format::PackedX* x, int64_t n_rows, typename Format::Y* y) {
+void tile(const Matrix& w, int64_t o, int64_t b0, int64_t b1, const typename Format::PackedX* x, int64_t n_rows,
+          typename Format::Y* y) {
   constexpr int kSums = kRows * kOuts < 8 ? kVectors : 1;  // enough sums at once to hide the latency of adding
   typename Format::Sum sums[kOuts][kRows][kSums] = {};
-  for (int64_t b = 0; b < w.n_in / kBlock; ++b) {
+  for (int64_t b = b0; b < b1; ++b) {
     typename Format::Block blocks[kOuts];
     for (int k = 0; k < kOuts; ++k) {
-      const char* at = static_cast<const char*>(w.values) + ((o + k) * w.n_in + b * kBlock) * Format::kBits / 8;
-      for (int byte = 0; byte < kBlock * Format::kBits / 8; byte += 64) __builtin_prefetch(at + kAhead + byte);
+      const char* next = static_cast<const char*>(w.values) + ((o + kOuts + k) * w.n_in + b * kBlock) * Format::kBits / 8;
+      for (int byte = 0; byte < kBlock * Format::kBits / 8; byte += 64) __builtin_prefetch(next + byte);
       blocks[k] = Format(w, o + k).block(b);
     }
 #pragma GCC unroll 8
-    for (int r = 0; r < kRows; ++r)
+    for (int v = 0; v < Format::kParts; ++v)
 #pragma GCC unroll 8
-      for (int k = 0; k < kOuts; ++k) Format::template add<kSums>(sums[k][r], blocks[k], x + (b * kRows + r) * kBlock);
+      for (int r = 0; r < kRows; ++r) {
+        const auto part = Format::part(x + (b * kRows + r) * kBlock, v);
+#pragma GCC unroll 8
+        for (int k = 0; k < kOuts; ++k) Format::add(sums[k][r][v % kSums], blocks[k], v, part);
+      }
   }
   for (int k = 0; k < kOuts; ++k)
     for (int r = 0; r < n_rows; ++r) {
       for (int s = 1; s < kSums; ++s) sums[k][r][0] += sums[k][r][s];
-      y[r * w.n_out + o + k] = total(sums[k][r][0]);
+      auto& out = y[r * w.n_out + o + k];
+      out = (b0 > 0 ? out : 0) + total(sums[k][r][0]);
     }
 }
 
-// Rows [begin, end) of the weight.
+// Rows [begin, end) of the weight, by as many blocks as leave x in the nearest cache. Two rows at a time only where
+// loading x would take longer than reading the weight: one at a time is read as it lies in memory, which is faster.
 template <class Format, int kRows>
 void span(const Matrix& w, int64_t begin, int64_t end, const typename Format::PackedX* x, int64_t n_rows,
           typename Format::Y* y) {
-  constexpr int kOuts = kLanes == 16 ? (kRows > 4 ? 3 : 4) : kRows > 2 ? 1 : 2;
-  for (; begin + kOuts <= end; begin += kOuts) tile<Format, kRows, kOuts>(w, begin, x, n_rows, y);
-  for (; begin < end; ++begin) tile<Format, kRows, 1>(w, begin, x, n_rows, y);
+  constexpr int kOuts = kLanes == 16 && kRows > 4 ? 2 : 1;
+  constexpr int64_t kNear = kNearBytes / (kRows * kBlock * sizeof(typename Format::PackedX));
+  const int64_t n_blocks = w.n_in / kBlock;
+  for (int64_t b = 0; b < n_blocks; b += kNear) {
+    const int64_t stop = std::min(n_blocks, b + kNear);
+    int64_t o = begin;
+    for (; o + kOuts <= end; o += kOuts) tile<Format, kRows, kOuts>(w, o, b, stop, x, n_rows, y);
+    for (; o < end; ++o) tile<Format, kRows, 1>(w, o, b, stop, x, n_rows, y);
+  }
 }
 
 int64_t tiled(int64_t n_rows) { return n_rows <= 2 ? n_rows : n_rows <= 4 ? 4 : kMostRows; }
 
+template <class T>
+struct alignas(64) BlockOfX {  // a vector that crosses a line of the cache takes twice the time
+  T values[kBlock];
+};
+
 // Groups of kMostRows rows, each block by block as `tile` reads them; the last one filled up with zeros.
 template <class Format>
-std::vector<typename Format::PackedX> packed(const typename Format::X* x, int64_t n_rows, int64_t n_in) {
-  std::vector<typename Format::PackedX> out;
-  out.reserve((n_rows / kMostRows * kMostRows + tiled(n_rows % kMostRows)) * n_in);
+auto packed(const typename Format::X* x, int64_t n_rows, int64_t n_in) {
+  std::vector<BlockOfX<typename Format::PackedX>> out;
+  out.reserve((n_rows / kMostRows * kMostRows + tiled(n_rows % kMostRows)) * n_in / kBlock);
   for (int64_t first = 0; first < n_rows; first += kMostRows) {
     const int64_t n = std::min(kMostRows, n_rows - first);
     for (int64_t b = 0; b < n_in; b += kBlock) {
-      for (int64_t r = first; r < first + n; ++r) out.insert(out.end(), x + r * n_in + b, x + r * n_in + b + kBlock);
-      out.insert(out.end(), (tiled(n) - n) * kBlock, 0);
+      for (int64_t r = first; r < first + n; ++r)
+        std::copy_n(x + r * n_in + b, kBlock, out.emplace_back().values);
+      out.resize(out.size() + tiled(n) - n);
     }
   }
   return out;
@@ -272,12 +288,12 @@ void product(ffi::ThreadPool& pool, const Matrix& w, const void* from, int64_t n
   const auto x = packed<Format>(static_cast<const typename Format::X*>(from), n_rows, w.n_in);
   const auto y = static_cast<typename Format::Y*>(to);
   const int64_t row_bytes = std::max<int64_t>(1, w.n_in * Format::kBits / 8);
-  const int64_t size = std::max<int64_t>(12, kPieceBytes / row_bytes / 12 * 12);  // 12: whole tiles of 2, 3 and 4
+  const int64_t size = std::max<int64_t>(2, kPieceBytes / row_bytes / 2 * 2);  // whole tiles
   share(pool, (w.n_out + size - 1) / size, [&](int64_t i) {
     const int64_t begin = i * size, end = std::min(w.n_out, begin + size);
     for (int64_t first = 0; first < n_rows; first += kMostRows) {
       const int64_t n = std::min(kMostRows, n_rows - first);
-      const auto* group = x.data() + first * w.n_in;
+      const auto* group = x.data()->values + first * w.n_in;
       auto* out = y + first * w.n_out;
       switch (tiled(n)) {
         case 1: span<Format, 1>(w, begin, end, group, n, out); break;
