@@ -1,7 +1,7 @@
 """Products of few rows on a CPU, by a kernel in C++ that the user's own compiler builds (products.cc).
 
-XLA's CPU compiler reads a weight of float32 for one row at the speed of memory, but for several rows, or of
-bfloat16 or small integers, at a half to a sixth of it. Without a C++ compiler XLA's products are used, and
+XLA's CPU compiler reads a weight of float32 for one row nearly at the speed of memory, but for several rows,
+or of bfloat16 or small integers, at a half to a sixth of it. Without a C++ compiler XLA's products are used, and
 `JAXHYBRID_CPU_KERNEL=off` says not to build or use the kernel.
 """
 
@@ -41,10 +41,8 @@ _BLOCK = 32
 def fits(rows: Array, weight: Array) -> bool:
     """Whether the kernel can and should multiply rows [..., R, in] with weights [..., out, in] (for int4
     packed: [..., out, in / 2]) here. False on other platforms and where the kernel cannot be built."""
-    lone = rows.shape[-2] == 1 and weight.dtype == jnp.float32  # XLA is as fast there
     return (
         1 <= rows.shape[-2] <= _MOST_ROWS
-        and not lone
         and rows.shape[-1] % _BLOCK == 0
         and weight.dtype in _DTYPES
         and weight.size * weight.dtype.itemsize >= _SMALLEST
