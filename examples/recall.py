@@ -120,26 +120,32 @@ def measure(places: Sequence[tuple[int, ...]], steps: int, batch: int, seeds: in
 
 def plot(records: Sequence[dict[str, Any]], path: Path) -> None:
     """Accuracy for each choice of attention layers and size: a bar for the mean of the seeds, a dot each."""
+    from matplotlib import colormaps
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(7.2, 3.4), layout="constrained")
+    figure = Figure(figsize=(8, 3.6), layout="constrained")
     axes = figure.subplots()
     places = list(dict.fromkeys(tuple(r["attention"]) for r in records))
+    seeds = len({r["seed"] for r in records})
     for number, n in enumerate(SIZES):
         found = [[r["accuracy"][n] for r in records if tuple(r["attention"]) == p] for p in places]
         x = [i + 0.2 * (number - (len(SIZES) - 1) / 2) for i in range(len(places))]
-        axes.bar(x, [sum(f) / len(f) for f in found], 0.2, color=f"C{number}", label=f"{n} pairs")
+        color = colormaps["viridis"](number / len(SIZES))
+        axes.bar(x, [sum(f) / len(f) for f in found], 0.2, color=color, label=f"{n} pairs")
         for where, values in zip(x, found, strict=True):
-            axes.plot([where] * len(values), values, ".", color="black", ms=3)
+            axes.plot([where] * len(values), values, ".", color="black", ms=3 * (seeds > 1))
+        guessed = [1 / n] * len(x)
+        ends = ([i - 0.1 for i in x], [i + 0.1 for i in x])
+        axes.hlines(guessed, *ends, color="C3", lw=2, label="one of the row's\nvalues, guessed" * (number == 0))
     names = [", ".join(map(str, p)) if p else "none" for p in places]
     axes.set_xticks(range(len(places)), names)
     axes.set(
         xlabel=f"attention layers (of layers 0 to {N_LAYERS - 1}; the others are Mamba-2)", ylim=(0, 1.03)
     )
-    axes.set(ylabel="answers that are right", title="Recalling pairs of keys and values")
+    axes.set(ylabel="part of the answers that is right", title="Recalling pairs of keys and values")
     axes.grid(alpha=0.3, axis="y")
     axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
-    figure.savefig(path, dpi=90)
+    figure.savefig(path, dpi=100)
 
 
 def main(argv: list[str] | None = None) -> list[dict[str, Any]]:

@@ -36,22 +36,11 @@ ALL_LINEAR = "all-linear"
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
-_PLAIN = {
-    "use_dora": False,
-    "fan_in_fan_out": False,
-    "bias": "none",
-    "lora_bias": False,
-    "modules_to_save": None,
-    "layer_replication": None,
-    "target_parameters": None,
-    "trainable_token_indices": None,
-    "alora_invocation_tokens": None,
-    "use_qalora": False,
-    "use_bdlora": None,
-    "kasa_config": None,
-    "arrow_config": None,
-}
-"""What these fields must be for a module's product to be W x + scale B A x."""
+_NOT_PLAIN = re.compile(
+    "use_(?!rslora$).*|fan_in_fan_out|bias|lora_bias|modules_to_save|layer_replication|target_parameters"
+    "|trainable_token_indices|alora_invocation_tokens|(kasa|arrow|monteclora)_config"
+)
+"""Fields that must be off for a module's product to be W x + scale B A x; every variant of LoRA is a "use_"."""
 
 
 class Factors(NamedTuple):
@@ -117,7 +106,7 @@ def init_lora(
         chosen = [name for name, module in known.items() if _usual(params.hparams, name, specs[module.path])]
     else:
         wanted = [targets] if isinstance(targets, str) else list(targets)
-        for target in wanted:
+        for target in wanted or [""]:
             if not any(_ends(name, target) for name in known):
                 ends = sorted({name.rsplit(".", 1)[-1] for name in known} - {"lm_head"})
                 raise UsageError(f"targets: no module is called {show(target)}; there are {', '.join(ends)}")
@@ -235,13 +224,17 @@ def load_adapter(folder: str | Path, params: Params) -> Lora:
                 f"{where} has shape {shape}, its module maps {n_in} to {n_out}; the adapter is for another "
                 "model"
             )
-        halves.setdefault(name, {})[match[2]] = jnp.asarray(files.read(key), jnp.float32)
+        half = halves.setdefault(name, {})
+        if match[2] in half:
+            raise CheckpointError(f"{where} is there under another spelling too; {AGAIN}")
+        half[match[2]] = jnp.asarray(files.read(key), jnp.float32)
     factors: dict[str, Factors] = {}
     scales: list[tuple[str, float]] = []
     for name, half in halves.items():
-        if half.keys() != {"A", "B"} or half["A"].shape[0] != half["B"].shape[1]:
+        if half.keys() != {"A", "B"} or not half["A"].shape[0] == half["B"].shape[1] > 0:
             raise CheckpointError(
-                f"{path / TENSORS}: module {show(name)} has no fitting lora_A and lora_B; {AGAIN}"
+                f"{path / TENSORS}: module {show(name)} has no lora_A and lora_B of one rank, at least 1; "
+                f"{AGAIN}"
             )
         factors[name] = Factors(half["A"], half["B"])
         scales.append((name, _scale(config, name, len(half["A"]), path / CONFIG)))
@@ -327,20 +320,26 @@ def _read_config(path: Path) -> dict[str, Any]:
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         kind = config.get("peft_type") if isinstance(config, dict) else None
         raise CheckpointError(f"{path}: peft_type is {show(str(kind))}; only LORA adapters can be used")
-    for field, plain in _PLAIN.items():
-        if config.get(field, plain) not in (plain, None, False, [], {}):
-            value = show(str(config[field]))
-            raise CheckpointError(f"{path}: {field} is {value}, which is not supported; only plain LoRA is")
+    for field, value in config.items():
+        if _NOT_PLAIN.fullmatch(field) and value not in ("none", None, False, [], {}):
+            raise CheckpointError(
+                f"{path}: {field} is {show(str(value))}, which is not supported; only plain LoRA is"
+            )
     return config
 
 
 def _scale(config: dict[str, Any], name: str, rank: int, path: Path) -> float:
     """By `lora_alpha` or the first pattern that fits the module; rank-stabilised (arXiv:2312.03732) if so
     configured."""
-    patterns = config.get("alpha_pattern") or {}
     try:
-        fitting = (a for p, a in patterns.items() if re.match(rf"(.*\.)?({p})$", name))
-        alpha = next(fitting, config["lora_alpha"])
-        return float(alpha) / (math.sqrt(rank) if config.get("use_rslora") else rank)
-    except (AttributeError, KeyError, TypeError, ValueError, re.error, ZeroDivisionError) as error:
-        raise CheckpointError(f"{path}: lora_alpha or alpha_pattern cannot be used; {AGAIN}") from error
+        patterns = (config.get("alpha_pattern") or {}).items()
+        fitting = (a for p, a in patterns if re.match(rf"(.*\.)?({p})$", name))
+        alpha = float(next(fitting, config.get("lora_alpha")))
+    except (AttributeError, OverflowError, RecursionError, TypeError, ValueError, re.error):
+        alpha = math.nan
+    if not math.isfinite(alpha):
+        raise CheckpointError(
+            f"{path}: lora_alpha or alpha_pattern gives no number for {show(name)}; {AGAIN}, or write the "
+            "alpha it was trained with"
+        )
+    return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
