@@ -172,7 +172,9 @@ def plot(found: dict[str, Any], path: Path) -> None:
     ):
         worth.bar(x + shift, found[name], 0.4, label=label)
     worth.set_xticks(x, names)
-    worth.set(xlabel="layer whose state is edited", ylabel="nats a token worse", title="Worth of a layer's state")
+    worth.set(
+        xlabel="layer whose state is edited", ylabel="nats a token worse", title="Worth of a layer's state"
+    )
     worth.legend(fontsize=8)
     worth.grid(alpha=0.3, axis="y")
     figure.savefig(path, dpi=100)
