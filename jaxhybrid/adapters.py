@@ -40,7 +40,7 @@ _NOT_PLAIN = re.compile(
     "use_(?!rslora$).*|fan_in_fan_out|bias|lora_bias|modules_to_save|layer_replication|target_parameters"
     "|trainable_token_indices|alora_invocation_tokens|(kasa|arrow|monteclora)_config"
 )
-"""Fields that must be off for a module's product to be W x + scale B A x; every variant of LoRA is a "use_"."""
+"""Fields that must be off for a module's product to be W x + scale B A x."""
 
 
 class Factors(NamedTuple):
@@ -93,8 +93,8 @@ def init_lora(
     """A new adapter that changes nothing yet: a is random as PEFT's (uniform, 1/sqrt(in)), b zero.
 
     alpha: the scale is alpha / rank. targets: ends of module names ("q_proj", "mixer.in_proj"), or
-    ALL_LINEAR; where PEFT refuses a Mamba mixer's out_proj, ALL_LINEAR leaves it out. Raises UsageError for a
-    target that no module has.
+    "all-linear", which is every linear map but routers, single experts, the head, and a Mamba mixer's
+    out_proj where PEFT refuses it. Raises UsageError for a target that no module has.
     """
     if rank < 1:
         raise UsageError(f"rank: {rank} must be at least 1")
@@ -155,6 +155,8 @@ def save_adapter(folder: str | Path, lora: Lora, *, base: str = "", force: bool 
     path = Path(folder).absolute()
     if force and path.exists() and not (path / CONFIG).is_file():
         raise CheckpointError(f"{folder}: holds no adapter, so it is not replaced; choose another folder")
+    if not lora.factors:
+        raise CheckpointError(f"{folder}: an adapter without modules cannot be saved; give init_lora targets")
     ranks = {name: len(f.a) for name, f in lora.factors.items()}
     alphas = {name: _number(scale * ranks[name]) for name, scale in lora.scales}
     rank, alpha = (Counter(found.values()).most_common(1)[0][0] for found in (ranks, alphas))
