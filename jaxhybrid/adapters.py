@@ -229,7 +229,10 @@ def load_adapter(folder: str | Path, params: Params) -> Lora:
         half = halves.setdefault(name, {})
         if match[2] in half:
             raise CheckpointError(f"{where} is there under another spelling too; {AGAIN}")
-        half[match[2]] = jnp.asarray(files.read(key), jnp.float32)
+        factor = np.asarray(files.read(key), np.float32)
+        if not np.isfinite(factor).all():
+            raise CheckpointError(f"{where} holds numbers that are not finite; train it again")
+        half[match[2]] = jnp.asarray(factor)
     factors: dict[str, Factors] = {}
     scales: list[tuple[str, float]] = []
     for name, half in halves.items():
