@@ -93,8 +93,8 @@ def init_lora(
     """A new adapter that changes nothing yet: a is random as PEFT's (uniform, 1/sqrt(in)), b zero.
 
     alpha: the scale is alpha / rank. targets: ends of module names ("q_proj", "mixer.in_proj"), or
-    "all-linear", which is every linear map but routers, single experts, the head, and a Mamba mixer's
-    out_proj where PEFT refuses it. Raises UsageError for a target that no module has.
+    "all-linear", which is every linear map but routers, single experts, the head, and what PEFT does not adapt
+    in this family. Raises UsageError for a target that no module has.
     """
     if rank < 1:
         raise UsageError(f"rank: {rank} must be at least 1")
@@ -302,13 +302,19 @@ def _correction(parts: dict[int, Factors], source: Source, tensor: TensorSpec) -
     return rows.reshape(tensor.shape)
 
 
-_OUT_PROJ_REFUSED = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
-"""Families whose fused kernels read this weight past its module, so that PEFT does not adapt it."""
+_LEFT_OUT = {
+    **dict.fromkeys(("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"), r"\.out_proj$"),
+    "lara_mini": r"\.linear_attn\.in_proj$",
+    "qwen3_next": r"\.mlp\..*(gate|up|down)_proj$",
+}
+"""What PEFT 0.21 does not adapt, by family: weights that fused kernels read past their module, one that is four
+modules in transformers' memory, and MLPs, whose names there PEFT takes for those of single experts."""
 
 
 def _usual(hparams: Hparams, name: str, tensor: TensorSpec) -> bool:
-    refused = hparams.family in _OUT_PROJ_REFUSED and name.endswith(".out_proj")
-    return tensor.quantizable and "experts" not in tensor.axes and name != "lm_head" and not refused
+    left_out = _LEFT_OUT.get(hparams.family)
+    refused = name == "lm_head" or left_out is not None and re.search(left_out, name)
+    return tensor.quantizable and "experts" not in tensor.axes and not refused
 
 
 def _ends(name: str, target: str) -> bool:

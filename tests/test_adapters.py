@@ -100,6 +100,9 @@ def test_targets():
     every = jh.init_lora(params, key)
     assert some.factors.keys() < every.factors.keys() < modules(params.hparams).keys()
     assert not any("router" in name or "block_sparse" in name for name in every.factors)
+    for family, left_out in (("qwen3_next", "mlp.gate_proj"), ("lara_mini", "linear_attn.in_proj")):
+        assert any(name.endswith(left_out) for name in modules(golden(family).hparams))
+        assert not any(name.endswith(left_out) for name in jh.init_lora(golden(family), key).factors)
     # PEFT refuses to adapt what kernels read past its module
     assert {n.rsplit(".", 1)[1] for n in jh.init_lora(golden("mamba2"), key).factors} == {"in_proj"}
     for bad, words in (
