@@ -93,8 +93,8 @@ def init_lora(
     """A new adapter that changes nothing yet: a is random as PEFT's (uniform, 1/sqrt(in)), b zero.
 
     alpha: the scale is alpha / rank. targets: ends of module names ("q_proj", "mixer.in_proj"), or
-    "all-linear", which is every linear map but routers, single experts, the head, and what PEFT does not adapt
-    in this family. Raises UsageError for a target that no module has.
+    "all-linear", which is every linear map but routers, single experts, the head, and what PEFT does not
+    adapt in this family. Raises UsageError for a target that no module has.
     """
     if rank < 1:
         raise UsageError(f"rank: {rank} must be at least 1")
@@ -307,8 +307,8 @@ _LEFT_OUT = {
     "lara_mini": r"\.linear_attn\.in_proj$",
     "qwen3_next": r"\.mlp\..*(gate|up|down)_proj$",
 }
-"""What PEFT 0.21 does not adapt, by family: weights that fused kernels read past their module, one that is four
-modules in transformers' memory, and MLPs, whose names there PEFT takes for those of single experts."""
+"""What PEFT 0.21 does not adapt, by family: weights that fused kernels read past their module, one that is
+four modules in transformers' memory, and MLPs whose names PEFT takes for those of single experts."""
 
 
 def _usual(hparams: Hparams, name: str, tensor: TensorSpec) -> bool:
