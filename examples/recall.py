@@ -141,7 +141,7 @@ def plot(records: Sequence[dict[str, Any]], path: Path) -> None:
         axes.bar(x, [sum(f) / len(f) for f in found], 0.2, color=color, label=f"{n} pairs")
         for where, values in zip(x, found, strict=True):
             axes.plot([where] * len(values), values, ".", color="black", ms=3 * (seeds > 1))
-        label = "the row's most\nfrequent value" if number == 0 else None
+        label = "the row's most\nfrequent value" if number == 0 else ""
         axes.hlines(
             [guessing(n)] * len(x), [i - 0.1 for i in x], [i + 0.1 for i in x], color="C3", lw=2, label=label
         )

@@ -345,7 +345,7 @@ def _scale(config: dict[str, Any], name: str, rank: int, path: Path) -> float:
     try:
         patterns = (config.get("alpha_pattern") or {}).items()
         fitting = (a for p, a in patterns if re.match(rf"(.*\.)?({p})$", name))
-        alpha = float(next(fitting, config.get("lora_alpha")))
+        alpha = float(next(fitting, config.get("lora_alpha", math.nan)))
     except (AttributeError, OverflowError, RecursionError, TypeError, ValueError, re.error):
         alpha = math.nan
     if not math.isfinite(alpha):
