@@ -21,6 +21,7 @@ import numpy as np
 import optax
 
 import jaxhybrid as jh
+from jaxhybrid.command import read_text
 from jaxhybrid.errors import JaxHybridError, UsageError
 
 
@@ -97,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> list[float]:
         if args.steps < 1 or args.batch < 1 or args.length < 1:
             raise UsageError("--steps, --batch and --length must be at least 1")
         model = jh.load(args.model, dtype=jnp.float32, quantize=args.quantize)
-        tokens = np.asarray(model.tokenizer.encode(args.text.read_text(encoding="utf-8")), np.int32)
+        tokens = np.asarray(model.tokenizer.encode(read_text(str(args.text))), np.int32)
         if len(tokens) <= args.length:
             raise UsageError(f"--text {args.text}: {len(tokens)} tokens are too few; lower --length")
         targets = args.targets or "all-linear"
@@ -106,10 +107,10 @@ def main(argv: Sequence[str] | None = None) -> list[float]:
         print(f"{sum(x.size for x in jax.tree.leaves(lora))} parameters in {len(lora.factors)} modules")
         lora, losses = train(model.params, lora, tokens, args)
         jh.save_adapter(args.out, lora, base=str(args.model or ""))
-    except (JaxHybridError, OSError, UnicodeDecodeError) as error:
+        if args.plot is not None:
+            draw(losses, args.plot)
+    except (JaxHybridError, OSError) as error:
         raise SystemExit(f"error: {error}") from error
-    if args.plot is not None:
-        draw(losses, args.plot)
     return losses
 
 

@@ -149,6 +149,7 @@ def damage(params: jh.Params, tokens: np.ndarray, cut: int) -> dict[str, np.ndar
 
 
 def plot(found: dict[str, Any], path: Path) -> None:
+    from matplotlib import colormaps
     from matplotlib.colors import LogNorm
     from matplotlib.figure import Figure
 
@@ -159,8 +160,9 @@ def plot(found: dict[str, Any], path: Path) -> None:
     lives.set_yticks(range(len(names)), names)
     lives.set(xlabel="heads, fast to slow", ylabel="layer", title="Half-life of a head's state")
     figure.colorbar(image, ax=lives, label="tokens")
-    for name, scores in zip(names, found["probe"], strict=True):
-        probes.plot(found["distances"], scores, "o-", ms=3, label=f"layer {name}")
+    for i, scores in enumerate(found["probe"]):
+        color = colormaps["viridis"](i / len(names))
+        probes.plot(found["distances"], scores, "o-", ms=3, color=color, label=f"layer {names[i]}")
     probes.set(xlabel="tokens back", ylabel="$R^2$ on held-out texts", title="Reading a token from a state")
     probes.grid(alpha=0.3)
     probes.legend(fontsize=7)
@@ -170,10 +172,12 @@ def plot(found: dict[str, Any], path: Path) -> None:
     ):
         worth.bar(x + shift, found[name], 0.4, label=label)
     worth.set_xticks(x, names)
-    worth.set(xlabel="layer whose state is edited", ylabel="nats a token", title="Worth of a layer's state")
+    worth.set(
+        xlabel="layer whose state is edited", ylabel="nats a token worse", title="Worth of a layer's state"
+    )
     worth.legend(fontsize=8)
     worth.grid(alpha=0.3, axis="y")
-    figure.savefig(path, dpi=80)
+    figure.savefig(path, dpi=100)
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:

@@ -36,22 +36,11 @@ ALL_LINEAR = "all-linear"
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
-_PLAIN = {
-    "use_dora": False,
-    "fan_in_fan_out": False,
-    "bias": "none",
-    "lora_bias": False,
-    "modules_to_save": None,
-    "layer_replication": None,
-    "target_parameters": None,
-    "trainable_token_indices": None,
-    "alora_invocation_tokens": None,
-    "use_qalora": False,
-    "use_bdlora": None,
-    "kasa_config": None,
-    "arrow_config": None,
-}
-"""What these fields must be for a module's product to be W x + scale B A x."""
+_NOT_PLAIN = re.compile(
+    "use_(?!rslora$).*|fan_in_fan_out|bias|lora_bias|modules_to_save|layer_replication|target_parameters"
+    "|trainable_token_indices|alora_invocation_tokens|(kasa|arrow|monteclora)_config"
+)
+"""Fields that must be off for a module's product to be W x + scale B A x."""
 
 
 class Factors(NamedTuple):
@@ -104,8 +93,8 @@ def init_lora(
     """A new adapter that changes nothing yet: a is random as PEFT's (uniform, 1/sqrt(in)), b zero.
 
     alpha: the scale is alpha / rank. targets: ends of module names ("q_proj", "mixer.in_proj"), or
-    ALL_LINEAR; where PEFT refuses a Mamba mixer's out_proj, ALL_LINEAR leaves it out. Raises UsageError for a
-    target that no module has.
+    "all-linear", which is every linear map but routers, single experts, the head, and what PEFT does not
+    adapt in this family. Raises UsageError for a target that no module has.
     """
     if rank < 1:
         raise UsageError(f"rank: {rank} must be at least 1")
@@ -117,7 +106,7 @@ def init_lora(
         chosen = [name for name, module in known.items() if _usual(params.hparams, name, specs[module.path])]
     else:
         wanted = [targets] if isinstance(targets, str) else list(targets)
-        for target in wanted:
+        for target in wanted or [""]:
             if not any(_ends(name, target) for name in known):
                 ends = sorted({name.rsplit(".", 1)[-1] for name in known} - {"lm_head"})
                 raise UsageError(f"targets: no module is called {show(target)}; there are {', '.join(ends)}")
@@ -166,6 +155,8 @@ def save_adapter(folder: str | Path, lora: Lora, *, base: str = "", force: bool 
     path = Path(folder).absolute()
     if force and path.exists() and not (path / CONFIG).is_file():
         raise CheckpointError(f"{folder}: holds no adapter, so it is not replaced; choose another folder")
+    if not lora.factors:
+        raise CheckpointError(f"{folder}: an adapter without modules cannot be saved; give init_lora targets")
     ranks = {name: len(f.a) for name, f in lora.factors.items()}
     alphas = {name: _number(scale * ranks[name]) for name, scale in lora.scales}
     rank, alpha = (Counter(found.values()).most_common(1)[0][0] for found in (ranks, alphas))
@@ -235,13 +226,20 @@ def load_adapter(folder: str | Path, params: Params) -> Lora:
                 f"{where} has shape {shape}, its module maps {n_in} to {n_out}; the adapter is for another "
                 "model"
             )
-        halves.setdefault(name, {})[match[2]] = jnp.asarray(files.read(key), jnp.float32)
+        half = halves.setdefault(name, {})
+        if match[2] in half:
+            raise CheckpointError(f"{where} is there under another spelling too; {AGAIN}")
+        factor = np.asarray(files.read(key), np.float32)
+        if not np.isfinite(factor).all():
+            raise CheckpointError(f"{where} holds numbers that are not finite; train it again")
+        half[match[2]] = jnp.asarray(factor)
     factors: dict[str, Factors] = {}
     scales: list[tuple[str, float]] = []
     for name, half in halves.items():
-        if half.keys() != {"A", "B"} or half["A"].shape[0] != half["B"].shape[1]:
+        if half.keys() != {"A", "B"} or not half["A"].shape[0] == half["B"].shape[1] > 0:
             raise CheckpointError(
-                f"{path / TENSORS}: module {show(name)} has no fitting lora_A and lora_B; {AGAIN}"
+                f"{path / TENSORS}: module {show(name)} has no lora_A and lora_B of one rank, at least 1; "
+                f"{AGAIN}"
             )
         factors[name] = Factors(half["A"], half["B"])
         scales.append((name, _scale(config, name, len(half["A"]), path / CONFIG)))
@@ -304,13 +302,19 @@ def _correction(parts: dict[int, Factors], source: Source, tensor: TensorSpec) -
     return rows.reshape(tensor.shape)
 
 
-_OUT_PROJ_REFUSED = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
-"""Families whose fused kernels read this weight past its module, so that PEFT does not adapt it."""
+_LEFT_OUT = {
+    **dict.fromkeys(("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"), r"\.out_proj$"),
+    "lara_mini": r"\.linear_attn\.in_proj$",
+    "qwen3_next": r"\.mlp\..*(gate|up|down)_proj$",
+}
+"""What PEFT 0.21 does not adapt, by family: weights that fused kernels read past their module, one that is
+four modules in transformers' memory, and MLPs whose names PEFT takes for those of single experts."""
 
 
 def _usual(hparams: Hparams, name: str, tensor: TensorSpec) -> bool:
-    refused = hparams.family in _OUT_PROJ_REFUSED and name.endswith(".out_proj")
-    return tensor.quantizable and "experts" not in tensor.axes and name != "lm_head" and not refused
+    left_out = _LEFT_OUT.get(hparams.family)
+    refused = name == "lm_head" or left_out is not None and re.search(left_out, name)
+    return tensor.quantizable and "experts" not in tensor.axes and not refused
 
 
 def _ends(name: str, target: str) -> bool:
@@ -327,20 +331,26 @@ def _read_config(path: Path) -> dict[str, Any]:
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         kind = config.get("peft_type") if isinstance(config, dict) else None
         raise CheckpointError(f"{path}: peft_type is {show(str(kind))}; only LORA adapters can be used")
-    for field, plain in _PLAIN.items():
-        if config.get(field, plain) not in (plain, None, False, [], {}):
-            value = show(str(config[field]))
-            raise CheckpointError(f"{path}: {field} is {value}, which is not supported; only plain LoRA is")
+    for field, value in config.items():
+        if _NOT_PLAIN.fullmatch(field) and value not in ("none", None, False, [], {}):
+            raise CheckpointError(
+                f"{path}: {field} is {show(str(value))}, which is not supported; only plain LoRA is"
+            )
     return config
 
 
 def _scale(config: dict[str, Any], name: str, rank: int, path: Path) -> float:
     """By `lora_alpha` or the first pattern that fits the module; rank-stabilised (arXiv:2312.03732) if so
     configured."""
-    patterns = config.get("alpha_pattern") or {}
     try:
-        fitting = (a for p, a in patterns.items() if re.match(rf"(.*\.)?({p})$", name))
-        alpha = next(fitting, config["lora_alpha"])
-        return float(alpha) / (math.sqrt(rank) if config.get("use_rslora") else rank)
-    except (AttributeError, KeyError, TypeError, ValueError, re.error, ZeroDivisionError) as error:
-        raise CheckpointError(f"{path}: lora_alpha or alpha_pattern cannot be used; {AGAIN}") from error
+        patterns = (config.get("alpha_pattern") or {}).items()
+        fitting = (a for p, a in patterns if re.match(rf"(.*\.)?({p})$", name))
+        alpha = float(next(fitting, config.get("lora_alpha", math.nan)))
+    except (AttributeError, OverflowError, RecursionError, TypeError, ValueError, re.error):
+        alpha = math.nan
+    if not math.isfinite(alpha):
+        raise CheckpointError(
+            f"{path}: lora_alpha or alpha_pattern gives no number for {show(name)}; {AGAIN}, or write the "
+            "alpha it was trained with"
+        )
+    return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)

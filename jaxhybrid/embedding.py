@@ -30,8 +30,9 @@ def embed(
     """Vectors of texts (or of token ids), float32.
 
     pooling: "mean" over all tokens of a text; "last", its last token, which alone has seen all of a causal
-    model's text; "none", every token. normalize: to length 1. Returns [D] for one text, [n, D] for several;
-    with "none" [T, D], or a list of them. Raises UsageError for an empty text or an unknown pooling.
+    model's text; "none", every token. normalize: to length 1. batch_size: texts side by side. n_ubatch:
+    tokens of a step. Returns [D] for one text, [n, D] for several; with "none" [T, D], or a list of them.
+    Raises UsageError for an empty text or an unknown pooling.
     """
     if pooling not in POOLINGS:
         raise UsageError(f"pooling: {pooling!r} is not one of {', '.join(POOLINGS)}")

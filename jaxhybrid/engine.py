@@ -38,7 +38,8 @@ def load(
     dtype: of the weights, None for that of the files. quantize: "int8", "int8_block" or "int4", see
     `load_params`. n_ctx: tokens a sequence will hold, which models with LongRoPE must know from the start
     (None: no more than they were first trained for). adapter: the folder of a LoRA adapter for the model, as
-    PEFT or `save_adapter` writes it; see `add_lora`.
+    PEFT or `save_adapter` writes it: merged into float32 weights, beside others. Raises CheckpointError,
+    HparamsError or UsageError.
     """
     began = time.perf_counter()
     folder = embedded_folder() if path is None else resolve_model(str(path))

@@ -27,7 +27,9 @@ finite; the row's sequence is unknown, occurs twice, or does not continue at its
 
 
 class StepOutput(struct.PyTreeNode):
-    """logits: float32 [O, V] of the tokens in `ubatch.outputs`. status: int32 [B], see OK and the rest."""
+    """logits: float32 [O, V] of the tokens in `ubatch.outputs`. status: int32 [B], of each row: 0 done; 1 no
+    room, nothing was changed; 2 activations that are not finite; 3 a sequence that is unknown, occurs twice,
+    or does not continue at the row's start, nothing was changed."""
 
     logits: Array
     status: Array
@@ -107,7 +109,7 @@ def step(params: Params, cache: Cache, ubatch: Ubatch) -> tuple[StepOutput, Cach
 
     Pure and jittable, differentiable with respect to params. The same function at T = 1 is decode and
     at larger T prefill. When a row cannot be taken or there is no room, the cache is returned with
-    nothing changed and `status` says so.
+    nothing changed and `status` says so (see StepOutput).
     """
     hidden, status, cache = encode(params, cache, ubatch)
     return StepOutput(logits=head(params, hidden), status=status), cache

@@ -49,6 +49,7 @@ def score(
     once and forked. An empty context is the model's BOS, or EOS where it has none. A text is encoded together
     with its context, whose spaces at the end belong to the continuation. max_length: most tokens of a pair
     that are read; longer contexts lose their beginning (None: no limit). batch_size: sequences side by side.
+    n_ubatch: tokens of a step.
     progress: called with (pairs done, pairs in all). Raises UsageError for an empty continuation, one longer
     than max_length, or a token outside the vocabulary.
     """

@@ -18,7 +18,7 @@ Prompt = str | Sequence[int]
 
 @dataclass(frozen=True)
 class Model:
-    """Parameters with their tokenizer. `load_seconds` is how long reading them took."""
+    """Parameters with their tokenizer, which lies in `folder`. load_seconds: how long reading them took."""
 
     params: Params
     folder: Path
@@ -31,16 +31,19 @@ class Model:
 
     @property
     def weight_bytes(self) -> int:
+        """Bytes of all parameters."""
         return sum(leaf.nbytes for leaf in jax.tree.leaves(self.params))
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How to generate. Times in seconds, sizes in tokens; a scalar holds for every prompt.
+    """How to generate; sizes in tokens.
 
-    temperature 0 is greedy. seed: prompt i draws with seed + i. stop: strings that end the text and
-    are not part of it. stop_tokens: ids that do so too. n_ctx: cells a sequence, None for what is
-    needed. batch_size: sequences side by side. dispatch: tokens between two looks at the text.
+    temperature 0 is greedy. top_k 0, top_p 1, min_p 0 and penalties of 1, 0 and 0 change nothing. seed:
+    prompt i draws with seed + i. stop: strings that end the text and are not part of it. stop_tokens: ids
+    that do so too. ignore_eos: go on beyond the model's own ends. n_ctx: cells a sequence, None for what is
+    needed. n_ubatch: tokens of a step of the prompt. batch_size: sequences side by side. dispatch: tokens
+    between two looks at the text.
     ngram, draft: guess the next `draft_tokens` tokens, by what followed the same up to `ngram` tokens
     before (0: not), or by a smaller model of the same vocabulary; the text stays the same. context_shift:
     when a context is full, forget its older half but for the first `keep` tokens: off, exact (only where no

@@ -64,7 +64,8 @@ def format_name(params: Params) -> str | None:
 
 def quantize(params: Params, form: str) -> Params:
     """The same model with every large matrix as a `QuantizedMatrix`; norms, convolutions, decays, routers
-    and small matrices stay as they are. form: one of FORMATS. UsageError where they are quantized already.
+    and small matrices stay as they are. form: "int8", "int8_block" or "int4". Raises UsageError
+    for another, and where they are quantized already.
     """
     check_format(form)
     refuse_adapted(params)

@@ -100,11 +100,15 @@ def test_targets():
     every = jh.init_lora(params, key)
     assert some.factors.keys() < every.factors.keys() < modules(params.hparams).keys()
     assert not any("router" in name or "block_sparse" in name for name in every.factors)
+    for family, left_out in (("qwen3_next", "mlp.gate_proj"), ("lara_mini", "linear_attn.in_proj")):
+        assert any(name.endswith(left_out) for name in modules(golden(family).hparams))
+        assert not any(name.endswith(left_out) for name in jh.init_lora(golden(family), key).factors)
     # PEFT refuses to adapt what kernels read past its module
     assert {n.rsplit(".", 1)[1] for n in jh.init_lora(golden("mamba2"), key).factors} == {"in_proj"}
     for bad, words in (
         ({"targets": "nothing"}, "no module is called 'nothing'; there are"),
         ({"targets": "proj"}, "no module is called 'proj'"),
+        ({"targets": ()}, "no module is called ''; there are"),
         ({"rank": 0}, "rank: 0 must be at least 1"),
         ({"alpha": math.nan}, "alpha: nan must be"),
     ):
@@ -157,22 +161,29 @@ def damaged(tmp_path, change_config=None, change_tensors=None):
 
 
 FIRST = "base_model.model.model.layers.0.mlp.down_proj.lora_A.weight"
+SECOND = FIRST.replace("lora_A", "lora_B")
 
 
 @pytest.mark.parametrize(
     ("config", "tensors", "words"),
     [
         ({"use_dora": True}, None, ["use_dora is 'True'", "only plain LoRA"]),
+        ({"use_what_comes_next": True}, None, ["use_what_comes_next is 'True'"]),
         ({"bias": "all"}, None, ["bias is 'all'"]),
         ({"modules_to_save": ["lm_head"]}, None, ["modules_to_save"]),
         ({"peft_type": "IA3"}, None, ["peft_type is 'IA3'"]),
         ({"lora_alpha": "much"}, None, ["lora_alpha or alpha_pattern"]),
+        ({"lora_alpha": None}, None, ["lora_alpha or alpha_pattern", "0.mlp.down_proj"]),
+        ({"lora_alpha": math.inf}, None, ["lora_alpha or alpha_pattern"]),
+        ({"lora_alpha": 10**400}, None, ["lora_alpha or alpha_pattern"]),
         ({"alpha_pattern": {"(": 1}}, None, ["lora_alpha or alpha_pattern"]),
         ({}, lambda t: {}, ["holds no tensors"]),
         ({}, lambda t: t | {"x": t[FIRST]}, ["'x' is no part of a plain LoRA"]),
         ({}, lambda t: {k: t[k] for k in t if k != FIRST}, ["0.mlp.down_proj", "lora_A and lora_B"]),
         ({}, lambda t: t | {FIRST: t[FIRST][:, :5].copy()}, ["shape (2, 5)", "maps 56 to 32"]),
         ({}, lambda t: t | {FIRST: t[FIRST].astype(np.int32)}, ["dtype I32"]),
+        ({}, lambda t: t | {FIRST: t[FIRST] * np.nan}, ["lora_A", "not finite"]),
+        ({}, lambda t: t | {FIRST: t[FIRST][:0], SECOND: t[SECOND][:, :0].copy()}, ["of one rank"]),
         ({}, lambda t: t | {FIRST.replace("mlp", "moe"): t[FIRST]}, ["this model (llama) has not"]),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
@@ -184,8 +195,21 @@ def test_adapters_that_do_not_fit(tmp_path, config, tensors, words):
     assert "\n" not in text and all(word in text for word in words), text
 
 
+def test_a_module_under_two_names_is_refused(tmp_path):
+    params = golden("qwen3_next")
+    jh.save_adapter(tmp_path / "a", jh.init_lora(params, jax.random.key(0), targets="o_proj"))
+    tensors = load_file(tmp_path / "a" / TENSORS)
+    name = next(iter(tensors))
+    again = name.replace("model.model.", "model.model.language_model.")
+    save_file(tensors | {again: tensors[name]}, tmp_path / "a" / TENSORS)
+    with pytest.raises(CheckpointError, match="under another spelling"):
+        jh.load_adapter(tmp_path / "a", params)
+
+
 def test_folders_that_are_no_adapters(tmp_path):
     params = golden("llama")
+    with pytest.raises(CheckpointError, match="an adapter without modules"):
+        jh.save_adapter(tmp_path / "none", jh.Lora({}, ()))
     with pytest.raises(CheckpointError, match="has no adapter_config.json"):
         jh.load_adapter(tmp_path, params)
     (tmp_path / CONFIG).write_text("{}")

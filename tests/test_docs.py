@@ -81,13 +81,14 @@ def is_module(path):
 def test_the_reference_has_every_public_name_once():
     text = (DOCS / "reference.md").read_text(encoding="utf-8")
     paths = re.findall(r"^::: ([\w.]+)$", text, flags=re.MULTILINE)
-    assert sorted(path.rpartition(".")[2] for path in paths) == sorted(jh.__all__)
+    names = [path.rpartition(".")[2] for path in paths]
+    assert len(set(names)) == len(names) and set(jh.__all__) <= set(names)
     for path in paths:
         module, _, name = path.rpartition(".")
         assert hasattr(importlib.import_module(module), name)
         # a module of the same name would be shown in its place
         assert name == "checked" or not is_module(path)
-    (members,) = re.findall(r"members: \[(.*)\]", text)
+    members = re.findall(r"members: \[(.*)\]", text)[-1]
     assert sorted(members.split(", ")) == sorted(jh.checked.__all__)
 
 
