@@ -101,9 +101,27 @@ class Meta:
     def any_layer(self, name: str) -> bool:
         return any(f"blk.{i}.{name}" in self.tensors for i in range(self.n_layers))
 
-    def heads_of_layers(self) -> list[int]:
-        return self.each(
-            "attention.head_count_kv", self.n_layers, self.get("attention.head_count", default=0)
+    def heads_of_layers(self, interval: int = 0) -> list[int]:
+        """Heads of keys and values, 0 where a layer does not attend: by an array of them, of flags or of
+        indices, or by `full_attention_interval`, for which `interval` stands where a file is silent."""
+        n = self.n_layers
+        heads = self.each("attention.head_count_kv", n, self.get("attention.head_count", default=0))
+        flags, indices = (self._list(f"attention.{key}") for key in ("recurrent_layers", "layer_indices"))
+        interval = self.get("full_attention_interval", default=0 if 0 in heads else interval)
+        if indices is not None:
+            attends = [i in indices for i in range(n)]
+        elif flags is not None:
+            attends = [not flag for flag in self.each("attention.recurrent_layers", n)]
+        else:
+            attends = [interval < 1 or (i + 1) % interval == 0 for i in range(n)]
+        return [kv if here else 0 for kv, here in zip(heads, attends, strict=True)]
+
+    def _list(self, key: str) -> list[Any] | None:
+        value = self._all.get(f"{self.arch}.{key}")
+        if value is None or isinstance(value, np.ndarray) and value.dtype.kind in "biu":
+            return None if value is None else value.tolist()
+        raise CheckpointError(
+            f"{self.path}: {self.arch}.{key} is {show(str(value))}, expected is a list; convert it again"
         )
 
     def head_dim(self) -> int:
@@ -149,9 +167,7 @@ def _kv_heads(hp: Hparams) -> Any:
     return each[0] if len(set(each)) == 1 else each
 
 
-def head_dim(hp: Hparams) -> Any:
-    return of("attention", "head_dim")(hp)
-
+head_dim = of("attention", "head_dim")
 
 EPS = "attention.layer_norm_rms_epsilon"
 BASE = (
