@@ -45,8 +45,8 @@ def convert(
     "int8_block", Q4_0 "int4"), which keeps them bit for bit; written, `quantize` makes them. It has the
     tokenizer, chat template and ends of texts, no other companion, and no tensor that the model does not use.
 
-    In memory at once: one file of at most 2 GiB, for orbax the whole model, for GGUF two parameters. Raises
-    UsageError, CheckpointError or HparamsError; what was at `destination` is then still there.
+    In memory at once: one file of at most 2 GiB, for orbax the whole model twice, for GGUF two parameters.
+    Raises UsageError, CheckpointError or HparamsError; what was at `destination` is then still there.
     """
     check_format(quantize)
     form, target = _form(to, destination), Path(destination).absolute()

@@ -2,6 +2,7 @@
 
 import dataclasses
 import shutil
+import warnings
 from pathlib import Path
 
 import jax
@@ -138,6 +139,9 @@ WRITTEN = [
     "qwen3_5_text", "qwen3_next",
 ]  # fmt: skip
 
+NOT_RUN = ("bamba", "jamba", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
+"""Of sizes that llama.cpp was seen to end on."""
+
 
 def fitted(name):
     """The model of a golden folder, without what llama.cpp knows nothing of."""
@@ -170,7 +174,10 @@ def fitted(name):
 @pytest.mark.parametrize("name", WRITTEN)
 def test_a_written_file_is_read_back(name, tmp_path):
     params = fitted(name)
-    write_gguf(params, tmp_path / "model.gguf")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        write_gguf(params, tmp_path / "model.gguf")
+    assert bool(caught) == (name in NOT_RUN)
     assert_same(jh.load_params(tmp_path / "model.gguf"), params)
     assert [path.name for path in tmp_path.iterdir()] == ["model.gguf"]
 
