@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from jaxhybrid.errors import CheckpointError, TokenizerError, UsageError
 from jaxhybrid.files import writing
 from jaxhybrid.files.hub import resolve_model
 from jaxhybrid.files.source import gguf_part, is_gguf
-from jaxhybrid.files.stored import StoredModel, is_model, open_model
+from jaxhybrid.files.stored import StoredModel, is_model, open_model, warn_of_unexpected
 from jaxhybrid.text import Tokenizer
 from jaxhybrid.weights import check_format
 
@@ -46,8 +45,8 @@ def convert(
     "int8_block", Q4_0 "int4"), which keeps them bit for bit; written, `quantize` makes them. It has the
     tokenizer, chat template and ends of texts, no other companion, and no tensor that the model does not use.
 
-    In memory at once: one file of at most 2 GiB, for orbax the whole model, for GGUF two parameters. Raises
-    UsageError, CheckpointError or HparamsError; what was at `destination` is then still there.
+    In memory at once: one file of at most 2 GiB, for orbax the whole model twice, for GGUF two parameters.
+    Raises UsageError, CheckpointError or HparamsError; what was at `destination` is then still there.
     """
     check_format(quantize)
     form, target = _form(to, destination), Path(destination).absolute()
@@ -61,8 +60,6 @@ def convert(
     if os.path.lexists(target) and not _replaceable(target):
         raise UsageError(f"{destination}: holds no model, so it is not replaced; choose another name")
     model = open_model(folder, quantize)
-    if model.kept is not None and quantize not in (None, model.kept.format):
-        raise CheckpointError(f"{source}: its weights are {model.kept.format} already; leave out quantize")
     changes = writing.Changes(None if dtype is None else jnp.dtype(dtype), quantize)
     if form == "gguf":
         found = _tokenizer(folder) if tokenizer else None
@@ -82,10 +79,8 @@ def convert(
             else:
                 writing.copy_companions(folder, made, tokenizer)
             _WRITERS[form](made, model, changes, progress)
-    if model.unexpected and (form == "gguf" or is_gguf(folder)):
-        first, *others = model.unexpected
-        more = f" and {len(others)} more" if others else ""
-        warnings.warn(f"{source}: tensor {first}{more} not used by this model; left out", stacklevel=2)
+    if form == "gguf" or is_gguf(folder):
+        warn_of_unexpected(model, folder, "; left out")
 
 
 def _said_elsewhere(model: StoredModel, tokenizer: Tokenizer | None) -> dict[str, Any]:

@@ -8,6 +8,7 @@ byte; GGUF files store decays and some norms in another form, which may round th
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -80,7 +81,8 @@ make_callable(__name__, "jaxhybrid.conversion")
 
 
 def entry() -> NoReturn:
-    """Run the command as a process of its own."""
+    """Run the command as a process of its own; ended by SIGTERM, it leaves nothing unfinished."""
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     leave(main())
 
 

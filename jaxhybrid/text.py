@@ -158,7 +158,7 @@ class Tokenizer:
         if self._chat_template is None:
             raise TokenizerError(
                 f"{self._source} has no chat template: give a plain prompt, or add "
-                "chat_template.jinja to the folder"
+                "chat_template.jinja to its folder (python -m jaxhybrid.convert makes one of a .gguf file)"
             )
         return self._chat_template
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import shutil
+import warnings
 from pathlib import Path
 
 import jax
@@ -16,6 +17,8 @@ from jaxhybrid.errors import CheckpointError, TokenizerError, UsageError
 from jaxhybrid.families import hparams_from_config
 from jaxhybrid.files import write_gguf
 from jaxhybrid.files.config import read_config
+from jaxhybrid.files.gguf.container import open_container
+from jaxhybrid.files.gguf.metadata import config_of
 from jaxhybrid.model import spec
 from jaxhybrid.ops.quantized import QuantizedMatrix
 from jaxhybrid.ops.rope import inverse_frequencies
@@ -100,6 +103,33 @@ def test_multipliers_that_a_file_has_folded_into_its_weights(name):
     np.testing.assert_allclose(np.asarray(logits[0]) * ratio, np.asarray(logits[1]), rtol=0, atol=5e-5)
 
 
+@pytest.mark.parametrize(
+    "name, kinds", [("granitemoehybrid", "mamba attention"), ("qwen3_5_text", "linear full")]
+)
+def test_layer_kinds_in_every_encoding(name, kinds):
+    """A file may say by any of these which layers attend, whatever its architecture."""
+    recurrent, attention = (k if name.startswith("granite") else f"{k}_attention" for k in kinds.split())
+    found = open_container(HERE / "gguf" / f"{name}.gguf")
+    arch = found.metadata["general.architecture"]
+    n = found.metadata[f"{arch}.block_count"]
+    bare = {k: v for k, v in found.metadata.items() if not k.endswith(("recurrent_layers", "_interval"))}
+
+    def config(key, value):
+        metadata = bare | {f"{arch}.attention.head_count_kv": 2, f"{arch}.{key}": value}
+        return config_of(dataclasses.replace(found, metadata=metadata))[1]
+
+    for key, value in (
+        ("attention.head_count_kv", np.array([2 * (i % 2) for i in range(n)], np.uint32)),
+        ("attention.recurrent_layers", np.array([i % 2 == 0 for i in range(n)])),
+        ("attention.layer_indices", np.arange(1, n, 2, dtype=np.int32)),
+        ("full_attention_interval", 2),
+    ):
+        expected = [attention if i % 2 else recurrent for i in range(n)]
+        assert config(key, value)["layer_types"] == expected, key
+    with pytest.raises(CheckpointError, match="layer_indices is 'all', expected is a list"):
+        config("attention.layer_indices", "all")
+
+
 # ------------------------------------------------------------------------------------- our files
 
 WRITTEN = [
@@ -108,6 +138,9 @@ WRITTEN = [
     "mamba2", "nemotron_h", "nemotron_h_latent", "nemotron_h_moe", "qwen3", "qwen3_5_moe_text",
     "qwen3_5_text", "qwen3_next",
 ]  # fmt: skip
+
+NOT_RUN = ("bamba", "jamba", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
+"""Of sizes that llama.cpp was seen to end on."""
 
 
 def fitted(name):
@@ -141,7 +174,10 @@ def fitted(name):
 @pytest.mark.parametrize("name", WRITTEN)
 def test_a_written_file_is_read_back(name, tmp_path):
     params = fitted(name)
-    write_gguf(params, tmp_path / "model.gguf")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        write_gguf(params, tmp_path / "model.gguf")
+    assert bool(caught) == (name in NOT_RUN)
     assert_same(jh.load_params(tmp_path / "model.gguf"), params)
     assert [path.name for path in tmp_path.iterdir()] == ["model.gguf"]
 
@@ -177,6 +213,8 @@ def test_a_refused_file_leaves_the_one_before(tmp_path):
         write_gguf(llama(), path, dtype="Q5_9")
     with pytest.raises(CheckpointError, match="cannot be written"):
         write_gguf(llama(), path / "model.gguf")
+    with pytest.raises(CheckpointError, match="llama.context_length = 5000000000 does not fit"):
+        write_gguf(llama(max_position_embeddings=5 * 10**9), path)
     assert path.read_bytes() == b"before"
 
 

@@ -2,6 +2,7 @@
 
 import os
 import struct
+import time
 import tracemalloc
 from functools import cache
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from gguf import GGUFWriter
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
@@ -194,6 +196,44 @@ def test_numbers_of_layers_and_experts_are_bounded_by_the_file(folder, tmp_path)
         (tmp_path / "model.gguf").write_bytes(changed)
         with pytest.raises(CheckpointError, match=expected):
             GgufFiles(tmp_path / "model.gguf").checked()
+
+
+def test_names_are_not_made_for_more_layers_and_experts_than_there_can_be(tmp_path):
+    """Small files whose counts would be multiplied: layers by names or experts, lengths by lengths."""
+    sizes = {
+        "embedding_length": 8, "context_length": 8, "attention.head_count": 2, "attention.head_count_kv": 1,
+        "feed_forward_length": 8, "expert_feed_forward_length": 1, "expert_used_count": 1,
+        "ssm.conv_kernel": 2, "ssm.state_size": 1, "ssm.group_count": 1, "ssm.time_step_rank": 1,
+        "ssm.inner_size": 1, "expert_shared_feed_forward_length": 1, "attention.layer_norm_rms_epsilon": 1e-5,
+    }  # fmt: skip
+    for arch, layers, experts, words in (
+        ("llama", 5000, 0, "block_count makes 5000 layers"),
+        ("qwen35moe", 500, 500, "asks for 250000 experts, the tensors hold 500"),
+    ):
+        writer = GGUFWriter(tmp_path / "model.gguf", arch)
+        for key, value in (sizes | {"block_count": layers, "expert_count": experts}).items():
+            (writer.add_float32 if isinstance(value, float) else writer.add_uint32)(f"{arch}.{key}", value)
+        writer.add_tensor("token_embd.weight", np.zeros((8, 8), np.float32))
+        writer.add_tensor("experts", np.zeros((max(1, experts), 1, 2), np.float32))
+        for i in range(layers):
+            writer.add_tensor(f"blk.{i}.x", np.zeros(1, np.float32))
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        with pytest.raises(CheckpointError, match=words):
+            GgufFiles(tmp_path / "model.gguf").checked()
+    writer = GGUFWriter(tmp_path / "words.gguf", "llama")
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(["a", "b", "a" * 400_000])
+    writer.add_token_scores([0.0, 0.0, 0.0])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    began = time.process_time()
+    load_tokenizer(tmp_path / "words.gguf")
+    assert time.process_time() - began < 10  # cutting it in two at every place takes a minute
 
 
 def test_metadata_is_typed(folder, tmp_path):

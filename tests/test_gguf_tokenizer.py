@@ -111,6 +111,27 @@ def test_sentencepiece_tokenizers(prefix, tmp_path):
     assert found.is_byte(3) and not found.is_byte(300)
 
 
+def test_what_released_tokenizers_have_beside_their_merges(tmp_path):
+    """A space put first by the pre-tokenizer (Mistral), splits at spaces that are gone (Gemma), added tokens
+    beyond the embeddings (Gemma), NFC (Qwen)."""
+    ids = {"bos_id": 1, "eos_ids": [2], "special_tokens": {"unk_token": "<unk>"}}
+    mistral = sentencepiece(True)
+    mistral.normalizer = None
+    mistral.pre_tokenizer = pre_tokenizers.Metaspace("▁", prepend_scheme="always", split=False)
+    assert_equal(again(Tokenizer(mistral, **ids), tmp_path), Tokenizer(sentencepiece(True), **ids))
+    gemma = sentencepiece(False)
+    gemma.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
+    before = Tokenizer(gemma, **ids)
+    size = before.vocab_size
+    assert gemma.add_special_tokens(["<image>"]) == 1
+    found = again(Tokenizer(gemma, **ids), tmp_path, vocab_size=size)
+    assert found.token_id("<image>") is None and found.vocab_size == size
+    assert_equal(found, Tokenizer(sentencepiece(False), **ids))
+    qwen = byte_level(SPLITS[("qwen35",)])
+    qwen.normalizer = normalizers.NFC()
+    assert again(Tokenizer(qwen), tmp_path).encode("é") == Tokenizer(qwen).encode("é")
+
+
 def test_the_embedded_model_as_a_file_talks_the_same(tmp_path):
     model = jh.load()
     path = tmp_path / "tiny.gguf"
@@ -135,6 +156,14 @@ def test_what_the_format_cannot_say_is_refused(tmp_path):
     backend = byte_level(SPLITS[("qwen35",)])
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
     with pytest.raises(CheckpointError, match="Whitespace"):
+        again(Tokenizer(backend), tmp_path)
+    backend = byte_level(SPLITS[("qwen35",)])
+    backend.normalizer = normalizers.Lowercase()
+    with pytest.raises(CheckpointError, match="the normalizer 'Lowercase'"):
+        again(Tokenizer(backend), tmp_path)
+    backend = sentencepiece(False)
+    backend.pre_tokenizer = pre_tokenizers.Digits(individual_digits=True)
+    with pytest.raises(CheckpointError, match="Digits.*before SentencePiece's merges"):
         again(Tokenizer(backend), tmp_path)
     with pytest.raises(CheckpointError, match="do not belong together"):
         again(Tokenizer(byte_level(SPLITS[("qwen35",)])), tmp_path, vocab_size=100)

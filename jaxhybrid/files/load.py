@@ -20,7 +20,7 @@ from jaxhybrid.files import quantized
 from jaxhybrid.files.header import NAMES
 from jaxhybrid.files.hub import resolve_model
 from jaxhybrid.files.source import gguf_part
-from jaxhybrid.files.stored import OrbaxModel, Stored, StoredModel, open_model
+from jaxhybrid.files.stored import OrbaxModel, Stored, StoredModel, open_model, warn_of_unexpected
 from jaxhybrid.files.writing import (
     SHARD_BYTES,
     Changes,
@@ -62,14 +62,7 @@ def load_params(
     folder = resolve_model(str(path))
     check_format(quantize)
     model = open_model(folder, quantize)
-    if model.kept is not None and quantize not in (None, model.kept.format):
-        raise CheckpointError(
-            f"{folder}: its weights are {model.kept.format} already; load it without quantize"
-        )
-    if model.unexpected:
-        first, *others = model.unexpected
-        more = f" and {len(others)} more" if others else ""
-        warnings.warn(f"{folder}: tensor {first}{more} not used by this model", stacklevel=2)
+    warn_of_unexpected(model, folder)
     specs = flatten(spec(model.hparams))
     places = _places(shardings, specs)
     wanted = _weights_dtype(model, dtype)

@@ -9,6 +9,7 @@ removed. Readers take the newest.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import math
@@ -36,11 +37,14 @@ _ABOUT, _ARRAYS = "about.json", "arrays"
 _VERSION, _UNFINISHED = re.compile(r"\d{8}"), re.compile(r"\.unfinished-(\d+)-[0-9a-f]+")
 
 
-def write(path: str | Path, kind: str, arrays: dict[str, np.ndarray], about: dict[str, Any]) -> None:
+def write(
+    path: str | Path, kind: str, arrays: dict[str, np.ndarray], about: dict[str, Any], compress: bool = True
+) -> None:
     """Replace what is stored at `path` (a folder; made if absent) by these arrays.
 
-    kind: what they are, checked by `read`. about: JSON. Raises CheckpointError when the folder holds
-    other things or cannot be written; what was stored is then still there.
+    kind: what they are, checked by `read`. about: JSON. compress: smaller files where arrays repeat
+    themselves, for twice the memory of the arrays beside them instead of once. Raises CheckpointError when
+    the folder holds other things or cannot be written; what was stored is then still there.
     """
     path = Path(path)
     with _as_checkpoint_error(path, "written"):
@@ -48,9 +52,12 @@ def write(path: str | Path, kind: str, arrays: dict[str, np.ndarray], about: dic
         _refuse_strangers(path)
         remove_unfinished(path)
         temporary = path / f".unfinished-{os.getpid()}-{secrets.token_hex(4)}"
+        # asked before, because orbax's threads tell of a full disk in many tracebacks
+        if shutil.disk_usage(path).free < sum(a.nbytes for a in arrays.values()):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         try:
             temporary.mkdir()
-            _save_arrays(temporary / _ARRAYS, {name: a for name, a in arrays.items() if a.size})
+            _save_arrays(temporary / _ARRAYS, {name: a for name, a in arrays.items() if a.size}, compress)
             described = {name: [str(a.dtype), list(a.shape)] for name, a in arrays.items()}
             content = {"format": FORMAT, "kind": kind, "arrays": described, "about": about}
             content["files"] = {name: list(_fingerprint(temporary / name)) for name in _files(temporary)}
@@ -172,12 +179,12 @@ def _opened(folder: Path) -> dict[str, Any]:
     return content
 
 
-def _save_arrays(folder: Path, arrays: dict[str, np.ndarray]) -> None:
+def _save_arrays(folder: Path, arrays: dict[str, np.ndarray], compress: bool) -> None:
     if not arrays:
         return
     import orbax.checkpoint as ocp  # slow to import
 
-    with _quiet(), ocp.PyTreeCheckpointer() as writer:
+    with _quiet(), ocp.PyTreeCheckpointer(use_compression=compress) as writer:
         writer.save(folder.absolute(), arrays)
 
 
@@ -203,12 +210,12 @@ def _load_arrays(folder: Path, wanted: Mapping[str, jax.ShapeDtypeStruct | None]
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Orbax reports every file through absl's log."""
+    """Orbax reports every file, and errors that it raises too, through absl's log."""
     import logging
 
     logger = logging.getLogger("absl")
     before = logger.level
-    logger.setLevel(logging.ERROR)
+    logger.setLevel(logging.CRITICAL)
     try:
         yield
     finally:

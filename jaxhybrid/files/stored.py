@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -61,9 +62,18 @@ def open_model(path: Path, quantize: str | None = None) -> StoredModel:
     are, and `kept` says so.
     """
     files = ModelFiles(path, quantize)
-    if is_orbax(path):
-        return OrbaxModel(path, files.config)
-    return TensorModel(files)
+    model = OrbaxModel(path, files.config) if is_orbax(path) else TensorModel(files)
+    if model.kept is not None and quantize not in (None, model.kept.format):
+        raise CheckpointError(f"{path}: its weights are {model.kept.format} already; leave quantize out")
+    return model
+
+
+def warn_of_unexpected(model: StoredModel, path: Path, but: str = "") -> None:
+    """Warns the caller's caller of tensors that nothing uses."""
+    if model.unexpected:
+        first, *others = model.unexpected
+        more = f" and {len(others)} more" if others else ""
+        warnings.warn(f"{path}: tensor {first}{more} not used by this model{but}", stacklevel=3)
 
 
 def is_orbax(folder: Path) -> bool:

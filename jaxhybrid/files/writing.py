@@ -132,7 +132,7 @@ def write_folder(
 
 
 def write_orbax(folder: Path, model: StoredModel, changes: Changes, progress: Progress | None = None) -> None:
-    """config.json and, in a folder beside it, an orbax checkpoint. In memory: the whole model once."""
+    """config.json and, in a folder beside it, an orbax checkpoint. In memory: the whole model twice."""
     arrays: dict[str, np.ndarray] = {}
     dtypes: dict[str, str] = {}
     for path, stored, source in _changed(model, changes, progress):
@@ -141,7 +141,7 @@ def write_orbax(folder: Path, model: StoredModel, changes: Changes, progress: Pr
             cast = NAMES[stored.dtype] if changes.cast(stored) else None
             dtypes |= {name: cast or model.dtypes[name] for name in source.names}
     arrays |= {unused_name(name): model.read_unused(name) for name in model.unused}
-    store.write(folder / WEIGHTS, KIND, arrays, describe(model.sources, dtypes))
+    store.write(folder / WEIGHTS, KIND, arrays, describe(model.sources, dtypes), compress=False)
     write_json(folder / "config.json", changes.config(model))
 
 
@@ -165,10 +165,16 @@ def scratch_folder(parent: Path, name: str, what: str = "unfinished") -> Iterato
         folder.mkdir()
         yield folder
     except OSError as error:
+        # numpy tells of a full disk by two counts alone
+        reason = error.strerror or f"short write, the disk may be full: {error}"
         raise CheckpointError(
-            f"{parent / name}: cannot be written ({error.strerror or error}); choose a folder with write "
-            "permission and free space"
+            f"{parent / name}: cannot be written ({reason}); choose a folder with write permission and free "
+            "space"
         ) from error
+    except CheckpointError as error:
+        if str(folder) not in str(error):
+            raise
+        raise CheckpointError(str(error).replace(str(folder), str(parent / name))) from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

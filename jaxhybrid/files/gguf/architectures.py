@@ -49,8 +49,8 @@ def _llama(meta: Meta) -> Config:
     return {"attention_bias": bias, "mlp_bias": meta.any_layer("ffn_up.bias"), **_rope(meta)}
 
 
-def _words(meta: Meta, attention: str, recurrent: str) -> list[str]:
-    return [attention if n else recurrent for n in meta.heads_of_layers()]
+def _words(meta: Meta, attention: str, recurrent: str, interval: int = 0) -> list[str]:
+    return [attention if n else recurrent for n in meta.heads_of_layers(interval)]
 
 
 def _is_bamba(meta: Meta) -> bool:
@@ -251,11 +251,8 @@ DELTA = (
 
 
 def _qwen(meta: Meta) -> Config:
-    n, interval = meta.n_layers, max(1, meta.get("full_attention_interval", default=4))
-    recurrent = meta.each("attention.recurrent_layers", n)
-    recurrent = [(i + 1) % interval != 0 if r is None else bool(r) for i, r in enumerate(recurrent)]
     return {
-        "layer_types": ["linear_attention" if r else "full_attention" for r in recurrent],
+        "layer_types": _words(meta, "full_attention", "linear_attention", interval=4),
         "linear_value_head_dim": meta.need("ssm.inner_size") // max(1, meta.need("ssm.time_step_rank")),
         "attention_bias": False,
         **({} if meta.get("expert_count", default=0) else {"num_experts": 0}),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,16 +12,29 @@ from typing import Any
 from jaxhybrid.errors import CheckpointError
 from jaxhybrid.families import hparams_from_config
 from jaxhybrid.files.gguf.container import open_container
-from jaxhybrid.files.gguf.fields import of
+from jaxhybrid.files.gguf.fields import first, of
 from jaxhybrid.files.gguf.metadata import config_of
-from jaxhybrid.hparams import AttentionHparams, Hparams, Mamba1Hparams, Mamba2Hparams
+from jaxhybrid.hparams import AttentionHparams, GatedDeltaHparams, Hparams, Mamba1Hparams, Mamba2Hparams
 from jaxhybrid.ops.rope import inverse_frequencies
 
 
 def check_heard(path: Path, arch: str, hp: Hparams) -> None:
-    """CheckpointError for what a file could say and llama.cpp would pass over, or not load."""
+    """CheckpointError for what a file could say and llama.cpp would pass over, a warning of sizes that it
+    does not run."""
     if (field := _ignored(arch, hp)) is not None:
         raise _no_place(path, arch, field)
+    if (sizes := _not_run(arch, hp)) is not None:
+        warnings.warn(f"{path}: llama.cpp runs {arch} models with {sizes} only", stacklevel=4)
+
+
+def _not_run(arch: str, hp: Hparams) -> str | None:
+    """What sizes llama.cpp 0.3.36 (its Python package) asserts; released models have them."""
+    mixer = first(hp.recurrent)
+    if arch in ("granitehybrid", "jamba") and mixer is not None and mixer.d_inner != 2 * hp.d_model:
+        return f"a state space twice as wide as the model, {2 * hp.d_model} not {mixer.d_inner},"
+    if isinstance(mixer, GatedDeltaHparams) and arch != "kimi-linear" and mixer.key_dim != mixer.value_dim:
+        return f"keys as wide as values, {mixer.value_dim} not {mixer.key_dim},"
+    return None
 
 
 def _ignored(arch: str, hp: Hparams) -> str | None:

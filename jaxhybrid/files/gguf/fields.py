@@ -12,9 +12,10 @@ import numpy as np
 from jaxhybrid.errors import CheckpointError
 from jaxhybrid.files.config import show
 from jaxhybrid.files.gguf.container import Container, read_rows
-from jaxhybrid.files.header import AGAIN
 from jaxhybrid.hparams import Hparams
 
+_MOST_LAYERS = 512
+"""llama.cpp's own limit. Names are made for every layer, so without it a file could ask for any memory."""
 Config = dict[str, Any]
 Get = Callable[[Hparams], Any]
 
@@ -83,17 +84,9 @@ class Meta:
     def n_layers(self) -> int:
         """Without layers that predict further tokens, which come last."""
         n = self.need("block_count") - self.get("nextn_predict_layers", default=0)
-        if not 1 <= n <= max(1, len(self.tensors)):
+        if not 1 <= n <= min(_MOST_LAYERS, max(1, len(self.tensors))):
             raise CheckpointError(f"{self.path}: {self.arch}.block_count makes {n} layers; convert it again")
         return n
-
-    def check_experts(self) -> None:
-        """Names are made for each expert, so that their number must be that of matrices in the file."""
-        most = max((t.shape[0] for t in self.tensors.values() if len(t.shape) == 3), default=0)
-        if (n := self.get("expert_count", default=0)) > most:
-            raise CheckpointError(
-                f"{self.path}: {self.arch}.expert_count is {n}, the tensors hold {most}; {AGAIN}"
-            )
 
     def has(self, name: str) -> bool:
         return name in self.tensors
@@ -101,9 +94,27 @@ class Meta:
     def any_layer(self, name: str) -> bool:
         return any(f"blk.{i}.{name}" in self.tensors for i in range(self.n_layers))
 
-    def heads_of_layers(self) -> list[int]:
-        return self.each(
-            "attention.head_count_kv", self.n_layers, self.get("attention.head_count", default=0)
+    def heads_of_layers(self, interval: int = 0) -> list[int]:
+        """Heads of keys and values, 0 where a layer does not attend: by an array of them, of flags or of
+        indices, or by `full_attention_interval`, for which `interval` stands where a file is silent."""
+        n = self.n_layers
+        heads = self.each("attention.head_count_kv", n, self.get("attention.head_count", default=0))
+        flags, indices = (self._list(f"attention.{key}") for key in ("recurrent_layers", "layer_indices"))
+        interval = self.get("full_attention_interval", default=0 if 0 in heads else interval)
+        if indices is not None:
+            attends = [i in indices for i in range(n)]
+        elif flags is not None:
+            attends = [not flag for flag in self.each("attention.recurrent_layers", n)]
+        else:
+            attends = [interval < 1 or (i + 1) % interval == 0 for i in range(n)]
+        return [kv if here else 0 for kv, here in zip(heads, attends, strict=True)]
+
+    def _list(self, key: str) -> list[Any] | None:
+        value = self._all.get(f"{self.arch}.{key}")
+        if value is None or isinstance(value, np.ndarray) and value.dtype.kind in "biu":
+            return None if value is None else value.tolist()
+        raise CheckpointError(
+            f"{self.path}: {self.arch}.{key} is {show(str(value))}, expected is a list; convert it again"
         )
 
     def head_dim(self) -> int:
@@ -149,9 +160,7 @@ def _kv_heads(hp: Hparams) -> Any:
     return each[0] if len(set(each)) == 1 else each
 
 
-def head_dim(hp: Hparams) -> Any:
-    return of("attention", "head_dim")(hp)
-
+head_dim = of("attention", "head_dim")
 
 EPS = "attention.layer_norm_rms_epsilon"
 BASE = (

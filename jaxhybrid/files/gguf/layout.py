@@ -101,6 +101,8 @@ def places(
         raise CheckpointError(f"architecture {arch} is unknown to the installed gguf package; update it")
     names = get_tensor_name_map(number, hp.n_layers)
     found: dict[str, Place] = {}
+    if stored is not None:
+        _check_experts(hp, stored)
     most = None if stored is None else sum(math.prod(tensor.shape) for tensor in stored.values())
     for source in tensors_of(hp).values():
         for name, shape in zip(source.names, source.shapes, strict=True):
@@ -110,6 +112,14 @@ def places(
                 )
             found[name] = _Rules(arch, hp, stored or {}, whole_heads).place(name, shape, names)
     return found
+
+
+def _check_experts(hp: Hparams, stored: Mapping[str, StoredTensor]) -> None:
+    """Names are made for each expert, so that there must be as many as matrices in the files."""
+    counts = [layer.moe.n_experts for layer in hp.layers if layer.moe is not None]
+    most = sum(tensor.shape[0] for tensor in stored.values() if len(tensor.shape) == 3)
+    if (n := sum(n for n in counts if n > 1)) > most:
+        raise CheckpointError(f"the metadata asks for {n} experts, the tensors hold {most}; {AGAIN}")
 
 
 _EXPERT = re.compile(r".*\.layers\.(\d+)\..*\.experts\.(\d+)\.(\w+)\.weight")

@@ -32,7 +32,6 @@ def config_of(container: Container) -> tuple[str, Config]:
         if field.name is not None and (value := meta.get(field.key, field.kind, field.default)) is not None:
             config[field.name] = value
     config["num_hidden_layers"] = meta.n_layers
-    meta.check_experts()
     config["vocab_size"] = meta.tensors["token_embd.weight"].shape[0]
     config["tie_word_embeddings"] = not meta.has("output.weight")
     return meta.arch, config | found.config(meta)

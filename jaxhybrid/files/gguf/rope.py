@@ -14,11 +14,11 @@ from jaxhybrid.hparams import Hparams
 from jaxhybrid.ops.rope import inverse_frequencies
 
 
-def rope_config(meta: Meta, base: str = "rope.freq_base", partial: bool = True) -> Config:
+def rope_config(meta: Meta) -> Config:
     """`rope_parameters`; factors of single frequencies (Llama 3, LongRoPE) are in tensors."""
-    found: Config = {"rope_type": "default", "rope_theta": meta.get(base, float, 10000.0)}
+    found: Config = {"rope_type": "default", "rope_theta": meta.get("rope.freq_base", float, 10000.0)}
     size, dim = meta.head_dim(), meta.get("rope.dimension_count")
-    if partial and dim is not None and dim != size:
+    if dim is not None and dim != size:
         found["partial_rotary_factor"] = dim / size
     kind = meta.get("rope.scaling.type", str, "none")
     factor = meta.get("rope.scaling.factor", float) or meta.get("rope.scale_linear", float)
@@ -53,12 +53,12 @@ def _each_factor(short: list[float], long: list[float], amplitude: float | None,
     return found if amplitude is None else found | {"attention_factor": amplitude}
 
 
-def rope_metadata(hp: Hparams, base: str = "rope.freq_base") -> Config:
+def rope_metadata(hp: Hparams) -> Config:
     rope = next((hp.rope_of(i) for i in hp.attention_layer_indices if not hp.is_windowed_layer(i)), None)
     rope = rope or next((r for i in hp.attention_layer_indices if (r := hp.rope_of(i)) is not None), None)
     if rope is None:
         return {}
-    found: Config = {base: rope.theta, "rope.dimension_count": rope.dim}
+    found: Config = {"rope.freq_base": rope.theta, "rope.dimension_count": rope.dim}
     if rope.scaling == "linear":
         found |= {"rope.scaling.type": "linear", "rope.scaling.factor": rope.factor}
     elif rope.scaling == "yarn":
@@ -88,7 +88,3 @@ def rope_tensors(hp: Hparams) -> dict[str, np.ndarray]:
             "rope_factors_long.weight": np.asarray(rope.long_factors, np.float32),
         }
     return {}
-
-
-def _rope(meta: Meta) -> Config:
-    return {"rope_parameters": rope_config(meta)}

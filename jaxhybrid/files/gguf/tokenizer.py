@@ -178,11 +178,15 @@ class _Reader:
     def merges(self, scores: np.ndarray) -> list[tuple[str, str]]:
         """Every way to make a token of two others, the best token first."""
         found: list[tuple[float, int, int, str, str]] = []
-        ids = self.ids
+        ids, lengths = self.ids, {len(text) for text in self.tokens}
         for text, score, kind in zip(self.tokens, scores.tolist(), self.types, strict=True):
             if kind != NORMAL:
                 continue
             for i in range(1, len(text)):
+                if (
+                    i not in lengths or len(text) - i not in lengths
+                ):  # else a text of a megabyte takes an hour
+                    continue
                 left, right = text[:i], text[i:]
                 if left in ids and right in ids:
                     found.append((-score, ids[left], ids[right], left, right))

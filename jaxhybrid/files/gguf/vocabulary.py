@@ -30,13 +30,14 @@ def tokenizer_metadata(tokenizer: Tokenizer | None, vocab_size: int, path: Path)
         raise _fail(path, f"{show(str(model.get('type')))} tokenizers")
     if not model["merges"]:
         raise _fail(path, "a tokenizer without merges")
-    texts = {i: text for text, i in tokenizer.backend.get_vocab().items()}
+    added = {entry["id"]: entry for entry in described["added_tokens"]}
+    # added tokens beyond the embeddings (of images, in Gemma's text models) can never be asked for
+    texts = {i: text for text, i in tokenizer.backend.get_vocab().items() if i < vocab_size or i not in added}
     if max(texts, default=-1) >= vocab_size:
         raise CheckpointError(
             f"{path}: the tokenizer has token {max(texts)}, the model {vocab_size} tokens; "
             "they do not belong together"
         )
-    added = {entry["id"]: entry for entry in described["added_tokens"]}
     merges = [tuple(m.split(" ", 1)) if isinstance(m, str) else tuple(m) for m in model["merges"]]
     pieces = model.get("byte_fallback", False)
     kinds = [
@@ -54,9 +55,9 @@ def tokenizer_metadata(tokenizer: Tokenizer | None, vocab_size: int, path: Path)
     }
     if pieces:
         found |= _scores(merges, texts, vocab_size)
-        found["tokenizer.ggml.add_space_prefix"] = '"Prepend"' in json.dumps(described.get("normalizer"))
+        found["tokenizer.ggml.add_space_prefix"] = _puts_space_first(described, path)
     else:
-        found["tokenizer.ggml.pre"] = _split_name(described.get("pre_tokenizer"), path)
+        found["tokenizer.ggml.pre"] = _split_name(described, path)
         found["tokenizer.ggml.merges"] = [" ".join(pair) for pair in merges]
     return found | _special(tokenizer) | _templates(tokenizer)
 
@@ -71,17 +72,40 @@ def _scores(merges: list[tuple[str, ...]], texts: dict[int, str], vocab_size: in
     }
 
 
-def _split_name(pre: Any, path: Path) -> str:
-    """The name of the way in which a tokenizer splits text."""
-    parts = pre["pretokenizers"] if pre and pre["type"] == "Sequence" else [pre] if pre else []
-    splits: list[str] = []
-    for part in parts:
+def _parts(described: dict[str, Any], kind: str) -> list[dict[str, Any]]:
+    """The normalizers or pre-tokenizers of a tokenizer, one after the other."""
+    found = described.get(kind)
+    inner = {"normalizer": "normalizers", "pre_tokenizer": "pretokenizers"}[kind]
+    return [] if not found else found[inner] if found["type"] == "Sequence" else [found]
+
+
+def _puts_space_first(described: dict[str, Any], path: Path) -> bool:
+    """Whether SentencePiece's tokens begin every text with a space."""
+    first = False
+    for part in (*_parts(described, "normalizer"), *_parts(described, "pre_tokenizer")):
         match part["type"]:
-            case "Split" if (
-                part["behavior"] in ("Isolated", "Removed")
-                and not part["invert"]
-                or (part["behavior"] == "Removed" and part["invert"])
-            ):
+            case "Prepend" if part["prepend"] == "▁":
+                first = True
+            case "Metaspace" if not part["split"] and part["replacement"] == "▁":
+                first = part["prepend_scheme"] != "never"
+            case "Replace" if part["pattern"] == {"String": " "} and part["content"] == "▁":
+                pass
+            case "Split" if part["pattern"] == {"String": " "}:
+                pass  # none is left by then
+            case other:
+                raise _fail(path, f"{show(str(other))} before SentencePiece's merges")
+    return first
+
+
+def _split_name(described: dict[str, Any], path: Path) -> str:
+    """The name of the way in which a tokenizer splits text."""
+    for part in _parts(described, "normalizer"):
+        if part["type"] != "NFC":  # which llama.cpp leaves out
+            raise _fail(path, f"the normalizer {show(part['type'])}")
+    splits: list[str] = []
+    for part in _parts(described, "pre_tokenizer"):
+        match part["type"]:
+            case "Split" if (part["behavior"], part["invert"]) in (("Isolated", False), ("Removed", True)):
                 splits.append(part["pattern"].get("Regex", ""))
             case "Digits" if part["individual_digits"]:
                 splits.append(r"\p{N}")

@@ -120,8 +120,10 @@ def _add(writer: GGUFWriter, key: str, value: Any) -> None:
     match value:
         case bool():
             writer.add_bool(key, value)
-        case int():
+        case int() if 0 <= value < 1 << 32:
             writer.add_uint32(key, value)
+        case int():
+            raise CheckpointError(f"{key} = {value} does not fit into 32 bits; nothing was written")
         case float():
             writer.add_float32(key, value)
         case str():
