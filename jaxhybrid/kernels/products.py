@@ -1,8 +1,8 @@
 """Products of few rows on a CPU, by a kernel in C++ that the user's own compiler builds (products.cc).
 
 XLA's CPU compiler reads a weight of float32 for one row nearly at the speed of memory, but for several rows,
-or of bfloat16 or small integers, at a half to a sixth of it. Without a C++ compiler XLA's products are used, and
-`JAXHYBRID_CPU_KERNEL=off` says not to build or use the kernel.
+or of bfloat16 or small integers, at a half to a sixth of it. Without a C++ compiler XLA's products are used,
+and `JAXHYBRID_CPU_KERNEL=off` says not to build or use the kernel.
 """
 
 from __future__ import annotations
