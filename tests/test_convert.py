@@ -3,11 +3,14 @@
 import dataclasses
 import json
 import os
+import resource
 import shutil
+import signal
 import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 from safetensors.numpy import load_file, save_file
 
 import jaxhybrid as jh
+import jaxhybrid.convert as command
 from jaxhybrid.conversion import convert
 from jaxhybrid.convert import main
 from jaxhybrid.engine import embedded_folder
@@ -370,6 +374,35 @@ def test_what_a_killed_process_left_goes(folder, tmp_path):
     assert not (tmp_path / "new").exists() and list(tmp_path.glob(".new.unfinished-*"))
     convert(folder, tmp_path / "new")
     assert {p.name for p in tmp_path.iterdir()} == {"model", "new"}
+
+
+def test_a_full_disk_is_one_line_and_nothing_is_left(folder, tmp_path, monkeypatch):
+    """Really refused by the system, but for orbax, which is not begun."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    try:
+        for name in ("new", "new.gguf"):
+            with pytest.raises(CheckpointError, match="cannot be written .*choose a") as error:
+                convert(folder, tmp_path / name, tokenizer=False)
+            assert str(error.value).startswith(str(tmp_path / name)) and "\n" not in str(error.value)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    monkeypatch.setattr(store.shutil, "disk_usage", lambda _: SimpleNamespace(free=4096))
+    with pytest.raises(CheckpointError, match="new.orbax/weights: cannot be written .No space left") as error:
+        convert(folder, tmp_path / "new.orbax")
+    assert str(error.value).startswith(str(tmp_path / "new.orbax"))
+    assert {p.name for p in tmp_path.iterdir()} == {"model"}
+
+
+def test_a_command_that_is_told_to_end_cleans_up(monkeypatch):
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(command, "main", lambda: os.kill(os.getpid(), signal.SIGTERM))
+    try:
+        with pytest.raises(SystemExit) as end:
+            command.entry()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert end.value.code == 128 + signal.SIGTERM
 
 
 def test_only_a_model_is_replaced(folder, tmp_path):
