@@ -167,13 +167,14 @@ def examples() -> int:
 
 @given(mutations(), st.one_of(st.none(), st.integers(0, 200_000)))
 @example([(0, b"GGUF")], None)
-@settings(max_examples=examples(), deadline=2000, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_bytes_of_strangers_give_a_model_or_one_line(folder, changes, length):
     data = bytearray(whole(folder))
     for place, value in changes:
         data[place : place + len(value)] = value[: max(0, len(data) - place)]
     path = folder / "mutated.gguf"
     path.write_bytes(data[:length])
+    began = time.process_time()  # a deadline of hypothesis counts the time in which others run
     tracemalloc.start()
     try:
         attempt(path)
@@ -182,6 +183,7 @@ def test_bytes_of_strangers_give_a_model_or_one_line(folder, changes, length):
     finally:
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
+    assert time.process_time() - began < 2
     assert peak < 50 * len(data) + (1 << 23)  # Python's objects for short texts; a buffer of 4 MiB at most
 
 
