@@ -24,6 +24,9 @@ INTERRUPTED = 130  # what a shell reports for a command ended by Ctrl-C
 def run_command(body: Callable[[], int], debug: bool) -> int:
     """The exit code of `body`: its own, 1 for an error, 2 for wrong usage; errors are told in one line."""
     warnings.showwarning = _show_warning
+    for name in ("stdout", "stderr"):  # None where the caller has closed it
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))
     try:
         return body()
     except KeyboardInterrupt:

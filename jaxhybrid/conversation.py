@@ -48,11 +48,11 @@ class Conversation:
             settings = settings | {"n_ctx": min(context, DEFAULT_CONTEXT)}
         self.settings = Settings(**settings)
         self.settings.check_model(model)
-        if chat:
-            model.tokenizer.check_chat_template()
         self.messages: list[dict[str, str]] = []
         if system:
             self.messages.append({"role": "system", "content": system})
+        if chat:  # a template that is missing or refuses is named before anything is said
+            self._prompt([*self.messages, {"role": "user", "content": "Hello"}], "")
         self.tokens: list[int] = []  # of the whole text, without a template
         self.turns: list[int] = []  # how many messages or tokens there were before each turn
         self.computed = 0  # tokens run through the model by the last prompt
@@ -142,7 +142,7 @@ class Conversation:
         self.undo()
         try:
             return self.say(text, show)
-        except UsageError:
+        except BaseException:  # refused, or Ctrl-C before the first token
             self.turns, self.messages, self.tokens = before
             raise
 
@@ -241,5 +241,5 @@ class Conversation:
         if needed > self.n_ctx:
             raise UsageError(
                 f"the conversation has {len(prompt)} tokens, the context holds {self.n_ctx}; "
-                "start again or raise --ctx"
+                "take a turn back, start again, or raise --ctx"
             )

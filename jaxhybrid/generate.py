@@ -206,8 +206,10 @@ def _prompts(args: argparse.Namespace) -> list[str] | None:
         return found
     if sys.stdin is None or sys.stdin.isatty():
         if args.chat:
-            if args.json:
-                raise UsageError("--json cannot be used in a conversation; give --prompt as well")
+            for name in ("json", "echo", "edit_last"):
+                if getattr(args, name):
+                    option = "--" + name.replace("_", "-")
+                    raise UsageError(f"{option} cannot be used in a conversation; give --prompt as well")
             return None
         raise UsageError("no prompt: give --prompt TEXT, --prompt-file FILE, --chat, or pipe one in")
     return [read_text("-")]

@@ -84,7 +84,8 @@ def perplexity(
     else:
         tokens = list(text)
     if len(bos) + len(tokens) < 2:
-        raise UsageError(f"the text has {len(tokens)} tokens: nothing stands before any to predict it from")
+        needed = "one is" if bos else "two are"
+        raise UsageError(f"the text is too short, {needed} needed: it has {len(tokens)} tokens")
     tokens = encode_prompt(model, tokens)
     if continuous:
         if ctx is not None or stride is not None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxhybrid.cache.portable import put_sequence, take_sequence
 from jaxhybrid.conversation import Conversation
-from jaxhybrid.errors import CheckpointError
+from jaxhybrid.errors import CacheFullError, CheckpointError
 from jaxhybrid.files import fingerprint, store
 from jaxhybrid.files.cache_files import snapshot_arrays, snapshot_of
 from jaxhybrid.settings import Model
@@ -48,6 +48,12 @@ def load_session(path: str | Path, model: Model, settings: dict[str, Any]) -> Co
     conversation.tokens, conversation.turns = list(about["tokens"]), list(about["turns"])
     if about["held"]:
         assert conversation.cache is not None
+        held = len(about["held"]) - int(about["forgotten"])
+        if held > conversation.n_ctx and not model.params.hparams.is_recurrent:
+            raise CacheFullError(
+                f"{path}: the session holds {held} tokens, the context {conversation.n_ctx}; "
+                "raise --ctx, or leave it out"
+            )
         cache = put_sequence(conversation.cache, 0, _part(arrays, "sequence"))
         for length in about["snapshots"]:
             part = _part(arrays, f"snapshot.{length}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -13,7 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from jaxhybrid.conversation import Conversation
-from jaxhybrid.errors import CheckpointError, JaxHybridError, UsageError
+from jaxhybrid.errors import CacheFullError, CheckpointError, JaxHybridError, UsageError
 from jaxhybrid.report import report
 from jaxhybrid.session import load_session, save_session
 from jaxhybrid.settings import Result
@@ -115,10 +114,11 @@ class _Talk:
         note(f"saved to {folder}", "dim")
 
     def _load(self, folder: str) -> None:
-        settings = {
-            f.name: getattr(self.here.settings, f.name) for f in dataclasses.fields(self.here.settings)
-        }
-        loaded = load_session(_folder("/load", folder), self.here.model, settings | {"n_ctx": None})
+        path, settings = _folder("/load", folder), dict(vars(self.here.settings))
+        try:
+            loaded = load_session(path, self.here.model, settings)
+        except CacheFullError:  # as large a context as it had
+            loaded = load_session(path, self.here.model, settings | {"n_ctx": None})
         if not loaded.chat:
             raise CheckpointError(f"{folder}: was kept without --chat, it has no messages")
         self.branches[self.name] = loaded

@@ -153,15 +153,6 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return self._chat_template is not None
 
-    def check_chat_template(self) -> ChatTemplate:
-        """The template; TokenizerError when there is none."""
-        if self._chat_template is None:
-            raise TokenizerError(
-                f"{self._source} has no chat template: give a plain prompt, or add "
-                "chat_template.jinja to its folder (python -m jaxhybrid.convert makes one of a .gguf file)"
-            )
-        return self._chat_template
-
     def apply_chat_template(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -174,8 +165,13 @@ class Tokenizer:
         Raises TokenizerError when there is no template or it refuses, UsageError for messages of
         another form.
         """
+        if self._chat_template is None:
+            raise TokenizerError(
+                f"{self._source} has no chat template: give a plain prompt, or add "
+                "chat_template.jinja to its folder (python -m jaxhybrid.convert makes one of a .gguf file)"
+            )
         names = self.special_tokens | extra | {"add_generation_prompt": add_generation_prompt}
-        return self.check_chat_template().render(messages, names)
+        return self._chat_template.render(messages, names)
 
     def encode_chat(
         self,

@@ -117,6 +117,9 @@ def test_wrong_use_is_one_line_and_exit_code_2(run, folder, arguments, message):
 def test_no_prompt_on_a_terminal_is_wrong_use(run, folder):
     code, _, err = run("--model", folder, tty=True)
     assert code == 2 and "--prompt" in err
+    for more in (["--json"], ["--echo"], ["--load-session", "s", "--edit-last"]):
+        code, _, err = run("--model", folder, "--chat", *more, tty=True)
+        assert code == 2 and f"{more[-1]} cannot be used in a conversation" in err
 
 
 def test_a_prompt_that_is_not_utf8_is_named(run, folder, tmp_path):
@@ -251,7 +254,7 @@ def test_a_reader_that_goes_away_is_no_error(folder):
     assert process.wait(timeout=120) == 0 and err == []
 
 
-def test_a_conversation_on_a_terminal(folder):
+def test_a_conversation_on_a_terminal(folder, tmp_path):
     ours, theirs = pty.openpty()
     process = start(
         folder,
@@ -259,7 +262,7 @@ def test_a_conversation_on_a_terminal(folder):
         stdin=theirs,
         stdout=theirs,
         stderr=theirs,
-        env=os.environ | {"TERM": "xterm"},
+        env=os.environ | {"TERM": "xterm", "XDG_STATE_HOME": str(tmp_path)},
     )
     os.close(theirs)
     shown = bytearray()
@@ -282,10 +285,19 @@ def test_a_conversation_on_a_terminal(folder):
     until(b"> ")
     os.write(ours, b"hi\n")
     until(b"recurrent cache")
-    os.write(ours, b"more\n")
+    os.write(ours, b"\x1b[200~pasted\nlines\x1b[201~\n")  # as terminals mark what is pasted
     until(b"recurrent cache", 2)
+    until(b"> ", 3)
     os.write(ours, b"\x04")
     assert process.wait(timeout=60) == 0
     reader.join()
     os.close(ours)
     assert shown.count(b"decode 4 tokens") == 2 and b"Traceback" not in shown
+    assert (tmp_path / "jaxhybrid" / "history").read_text() == "hi\npasted\nlines\n"
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_a_stream_that_the_caller_has_closed(run, folder, monkeypatch, stream):
+    monkeypatch.setattr(sys, stream, None)  # as Python starts after >&- or 2>&-
+    code, out, err = run("--model", folder, "--prompt", "a", "--max-tokens", 1)
+    assert code == 0 and bool(out) is (stream == "stderr") and "error" not in err

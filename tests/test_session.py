@@ -5,6 +5,7 @@ import io
 import json
 import os
 import sys
+from unittest.mock import Mock
 
 import jax
 import numpy as np
@@ -15,7 +16,7 @@ import jaxhybrid as jh
 from jaxhybrid import conversation as module
 from jaxhybrid import terminal
 from jaxhybrid.conversation import Conversation
-from jaxhybrid.errors import CheckpointError, TokenizerError, UsageError
+from jaxhybrid.errors import CacheFullError, CheckpointError, TokenizerError, UsageError
 from jaxhybrid.session import load_session, save_session
 from jaxhybrid.terminal import converse
 
@@ -76,12 +77,16 @@ def test_editing_an_attention_model_goes_back_to_the_very_token(attention_model,
     assert edited.tokens == fresh(attention_model, attention_model.tokenizer.encode("abcdeXYZ"))
 
 
-def test_an_edit_that_is_refused_keeps_the_turn(model):
+def test_an_edit_that_is_refused_or_interrupted_keeps_the_turn(model, monkeypatch):
     talk = Conversation(model, SETTINGS, chat=False)
     talk.say("hello", silent)
     kept = (list(talk.tokens), list(talk.turns))
     with pytest.raises(UsageError, match="the context holds 128"):
         talk.edit("x" * 200, silent)
+    assert (talk.tokens, talk.turns) == kept
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(module, "prefill", Mock(side_effect=KeyboardInterrupt))
+        talk.edit("other", silent)
     assert (talk.tokens, talk.turns) == kept
     assert talk.say(" again", silent).tokens == fresh(model, kept[0] + model.tokenizer.encode(" again"))
 
@@ -180,10 +185,12 @@ def test_a_template_that_is_missing_or_refuses(tmp_path, model):
     again = talk.say("again", silent).tokens
     assert again == fresh(model, model.tokenizer.encode_chat(talk.messages[:3]))
     (folder / "chat_template.jinja").write_text("{{ raise_exception('no\nmessages') }}")
-    talk = Conversation(jh.load(folder), SETTINGS)
     with pytest.raises(TokenizerError, match="refuses these messages: no messages"):
-        talk.say("hello", silent)
-    assert talk.messages == [] and talk.turns == []
+        Conversation(jh.load(folder), SETTINGS)
+    refusing = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    (folder / "chat_template.jinja").write_text(refusing + tiny.CHAT_TEMPLATE)
+    with pytest.raises(TokenizerError, match="no system"):  # not only when something is said
+        Conversation(jh.load(folder), SETTINGS, "be brief")
 
 
 @pytest.fixture
@@ -267,6 +274,11 @@ def test_branches_saving_and_loading_on_the_terminal(model, type_lines, tmp_path
         assert words in line
     assert [line.split()[0] for line in told[13:]] == [h.split()[0] for h in terminal.HELP]
     assert load_session(kept, model, SETTINGS).messages[2]["content"] == "in main"
+    larger = Conversation(model, SETTINGS | {"n_ctx": 256})
+    _, _, err = type_lines(larger, f"/load {kept}", f"/save {kept}")  # --ctx of the command holds
+    assert load_session(kept, model, SETTINGS | {"n_ctx": None}).n_ctx == 256
+    type_lines(Conversation(model, SETTINGS | {"n_ctx": 1}), f"/load {kept}", f"/save {kept}")
+    assert load_session(kept, model, SETTINGS | {"n_ctx": None}).n_ctx == 256  # what it needs
 
 
 def test_nothing_but_a_kept_session_is_replaced(model, type_lines, tmp_path):
@@ -315,9 +327,11 @@ def test_a_kept_session_goes_on_and_back_as_if_it_had_never_ended(
     assert edited.tokens == fresh(chosen, expected)
     larger = load_session(tmp_path / "s", chosen, SETTINGS | {"n_ctx": 256})
     assert larger.say("!", silent).tokens == talk.say("!", silent).tokens
-    smaller = load_session(tmp_path / "s", chosen, SETTINGS | {"n_ctx": 24})
-    with pytest.raises(UsageError, match="the context holds 24"):
+    smaller = load_session(tmp_path / "s", chosen, SETTINGS | {"n_ctx": 28})
+    with pytest.raises(UsageError, match="the context holds 28"):
         smaller.say("!", silent)
+    with pytest.raises(CacheFullError, match="the session holds 27 tokens, the context 24; raise --ctx"):
+        load_session(tmp_path / "s", chosen, SETTINGS | {"n_ctx": 24})
 
 
 def test_a_session_of_another_model_or_none_is_refused(model, attention_model, tmp_path):
