@@ -126,8 +126,8 @@ def test_one_shape_is_compiled(models):
 @pytest.mark.parametrize(
     ("text", "options", "message"),
     [
-        ("", {}, "the text has 0 tokens"),
-        ("a", {}, "the text has 1 tokens"),
+        ("", {}, "two are needed: it has 0 tokens"),
+        ("a", {}, "two are needed: it has 1 tokens"),
         ("abc", {"ctx": 1}, "ctx: 1 must be at least 2"),
         ("abc", {"ctx": 8, "stride": 8}, "stride: 8 must be from 1 to ctx - 1, which is 7"),
         ("abc", {"stride": 0}, "stride: 0"),
@@ -167,7 +167,7 @@ def test_a_file_or_standard_input_one_line_or_json(run, models, folders, tmp_pat
 @pytest.mark.parametrize(
     ("arguments", "stdin", "message"),
     [
-        ([], b"", "the text has 0 tokens"),
+        ([], b"", "two are needed: it has 0 tokens"),
         ([], b"caf\xe9", "standard input: byte 3 (0xe9) is not UTF-8"),
         (["nowhere.txt"], b"", "nowhere.txt: No such file"),
         (["/"], b"", "/: Is a directory"),
