@@ -55,14 +55,14 @@ def convert(
         raise UsageError(f"{destination}: is where the source lies; choose another folder")
     if form == "gguf" and target.is_dir():
         raise UsageError(f"{destination}: is a folder, and a GGUF model one file; choose another name")
-    if os.path.lexists(target) and not force:
-        raise CheckpointError(f"{target}: exists already; choose another name or replace it with --force")
+    writing.check_free(target, force)
     if os.path.lexists(target) and not _replaceable(target):
         raise UsageError(f"{destination}: holds no model, so it is not replaced; choose another name")
     model = open_model(folder, quantize)
     changes = writing.Changes(None if dtype is None else jnp.dtype(dtype), quantize)
+    through_gguf = form == "gguf" or is_gguf(folder)
+    found = _tokenizer(folder) if tokenizer and through_gguf else None
     if form == "gguf":
-        found = _tokenizer(folder) if tokenizer else None
         kind = _gguf_dtype(model, changes)
         gguf_part("write").write(target, model.hparams, model.read, found, kind, progress)
     else:
@@ -71,15 +71,14 @@ def convert(
                 "dtype: activations beside quantized weights are float32 or bfloat16, not float16"
             )
         with writing.new_folder(target, force) as made:
-            if is_gguf(folder):
-                found = _tokenizer(folder) if tokenizer else None
+            if through_gguf:
                 if found is not None:
                     found.save(made)
                 model.config |= _said_elsewhere(model, found)
             else:
                 writing.copy_companions(folder, made, tokenizer)
             _WRITERS[form](made, model, changes, progress)
-    if form == "gguf" or is_gguf(folder):
+    if through_gguf:
         warn_of_unexpected(model, folder, "; left out")
 
 
@@ -112,7 +111,7 @@ def _gguf_dtype(model: StoredModel, changes: writing.Changes) -> str:
         raise UsageError("quantize: GGUF files have no int8 with one scale a channel; give int8_block")
     if form is not None and changes.dtype is not None:
         raise UsageError("dtype: what a quantized GGUF file does not quantize is F32; leave dtype out")
-    return writing.gguf_dtype(form, changes.dtype or writing.weights_dtype(model))
+    return gguf_part("write").dtype_of(form, changes.dtype or writing.weights_dtype(model))
 
 
 def _form(to: str | None, destination: str | Path) -> str:

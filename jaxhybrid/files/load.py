@@ -26,7 +26,6 @@ from jaxhybrid.files.writing import (
     Changes,
     Progress,
     copy_companions,
-    gguf_dtype,
     new_folder,
     scratch_folder,
     weights_dtype,
@@ -154,9 +153,9 @@ def write_gguf(
     UsageError for another dtype.
     """
     refuse_adapted(params)
-    flat = flatten(params.tensors)
-    kind = gguf_dtype(format_name(params), params.dtype) if dtype is None else dtype
-    gguf_part("write").write(Path(path), params.hparams, lambda name: _stored(flat[name]), tokenizer, kind)
+    flat, gguf = flatten(params.tensors), gguf_part("write")
+    kind = gguf.dtype_of(format_name(params), params.dtype) if dtype is None else dtype
+    gguf.write(Path(path), params.hparams, lambda name: _stored(flat[name]), tokenizer, kind)
 
 
 def _stored(leaf: Weight) -> Stored:

@@ -13,6 +13,7 @@ from jaxhybrid.files.config import read_config
 from jaxhybrid.files.tensors import TensorFiles
 
 GGUF = ".gguf"
+GGUF_MAGIC = b"GGUF"
 
 
 class Tensors(Protocol):

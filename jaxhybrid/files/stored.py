@@ -15,7 +15,7 @@ from jaxhybrid.files import quantized, store
 from jaxhybrid.files.config import show
 from jaxhybrid.files.header import DTYPES
 from jaxhybrid.files.mapping import map_tensors, read_parameter
-from jaxhybrid.files.source import ModelFiles, is_gguf
+from jaxhybrid.files.source import GGUF_MAGIC, ModelFiles, is_gguf
 from jaxhybrid.files.tensors import find_files
 from jaxhybrid.hparams import Hparams
 from jaxhybrid.model import spec
@@ -224,7 +224,7 @@ def is_model(folder: Path) -> bool:
     """Whether a folder or file looks like a model that may be replaced by another."""
     if folder.is_file() and is_gguf(folder):
         with open(folder, "rb") as file:
-            return file.read(4) == b"GGUF"
+            return file.read(4) == GGUF_MAGIC
     if not (folder / "config.json").is_file():
         return False
     if store.is_store(folder / WEIGHTS):

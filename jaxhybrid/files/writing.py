@@ -97,13 +97,6 @@ def weights_dtype(model: StoredModel) -> jnp.dtype:
     return jnp.dtype(jnp.float32) if found == jnp.float64 else found
 
 
-def gguf_dtype(form: str | None, dtype: jnp.dtype) -> str:
-    """What matrices of a format, None for plain ones of `dtype`, are in a GGUF file."""
-    if form is not None:
-        return "Q4_0" if form == "int4" else "Q8_0"
-    return {jnp.dtype(jnp.bfloat16): "BF16", jnp.dtype(jnp.float16): "F16"}.get(dtype, "F32")
-
-
 def write_folder(
     folder: Path,
     model: StoredModel,
@@ -179,6 +172,12 @@ def scratch_folder(parent: Path, name: str, what: str = "unfinished") -> Iterato
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def check_free(path: Path, replace: bool) -> None:
+    """CheckpointError when something is at `path` and is not to be replaced."""
+    if os.path.lexists(path) and not replace:
+        raise CheckpointError(f"{path}: exists already; choose another name or replace it with --force")
+
+
 @contextmanager
 def new_folder(path: Path, replace: bool = False) -> Iterator[Path]:
     """Yields a folder beside `path` that becomes `path` on success and vanishes on an error.
@@ -186,8 +185,7 @@ def new_folder(path: Path, replace: bool = False) -> Iterator[Path]:
     replace: what is at `path` goes away in that moment, between two renames. Raises CheckpointError when
     something is there and is not to be replaced, or nothing can be written.
     """
-    if os.path.lexists(path) and not replace:
-        raise CheckpointError(f"{path}: exists already; choose another name or replace it with --force")
+    check_free(path, replace)
     with scratch_folder(path.parent, path.name) as made:
         yield made
         store.sync(made)

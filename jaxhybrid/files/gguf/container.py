@@ -23,6 +23,7 @@ from jaxhybrid.errors import CheckpointError
 from jaxhybrid.files.config import show, unreadable
 from jaxhybrid.files.header import AGAIN
 from jaxhybrid.files.reading import fill, unchanged
+from jaxhybrid.files.source import GGUF_MAGIC
 
 _SCALARS = {
     0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?",
@@ -117,7 +118,7 @@ class _Header:
             raise CheckpointError(
                 f"{self.path}: is a git-lfs pointer, not the weights; fetch them with `git lfs pull`"
             )
-        if magic != b"GGUF":
+        if magic != GGUF_MAGIC:
             raise CheckpointError(f"{self.path}: is not a GGUF file (it begins with {magic!r}); {AGAIN}")
         version = self.number("<u4", "version")
         if version not in (2, 3):

@@ -64,6 +64,13 @@ def write(
         check_written(temporary, path, arch, hp)
 
 
+def dtype_of(form: str | None, dtype: jnp.dtype) -> str:
+    """What matrices of a format, None for plain ones of `dtype`, are in a file."""
+    if form is not None:
+        return "Q4_0" if form == "int4" else "Q8_0"
+    return {jnp.dtype(jnp.bfloat16): "BF16", jnp.dtype(jnp.float16): "F16"}.get(dtype, "F32")
+
+
 def architecture_of(hp: Hparams) -> str:
     """llama.cpp's name for models of these hparams; CheckpointError where it has none."""
     arch = _ARCH_OF.get(hp.family)
