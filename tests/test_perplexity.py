@@ -164,6 +164,18 @@ def test_a_file_or_standard_input_one_line_or_json(run, models, folders, tmp_pat
     assert (found["tokens"], found["windows"]) == (expected.n_tokens, expected.windows)
 
 
+def test_an_adapter_changes_the_figures(run, folders, models, tmp_path):
+    lora = jh.init_lora(models["hybrid"].params, jax.random.key(0))
+    jh.save_adapter(tmp_path / "adapter", jax.tree.map(lambda x: x + 0.1, lora))
+    adapted = jh.load(folders["hybrid"], adapter=tmp_path / "adapter")
+    options = ["--ctx", 64, "--stride", 32, "--batch-size", 2, "--ubatch", 16, "--json"]
+    _, out, _ = run(
+        "--model", folders["hybrid"], "--adapter", tmp_path / "adapter", *options, stdin=TEXT.encode()
+    )
+    found, without = (jh.perplexity(m, TEXT, ctx=64, stride=32, **FEW) for m in (adapted, models["hybrid"]))
+    assert json.loads(out)["nll"] == pytest.approx(found.nll, rel=1e-6) != pytest.approx(without.nll)
+
+
 @pytest.mark.parametrize(
     ("arguments", "stdin", "message"),
     [
