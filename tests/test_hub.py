@@ -128,7 +128,7 @@ class Hub(BaseHTTPRequestHandler):
         if repo == "owner/gated-files":
             return self.reply(401, b"", {"X-Error-Code": "GatedRepo"})
         if name in self.server.failing:  # type: ignore[attr-defined]
-            return self.reply(500, b"", {})
+            return self.reply(400, b"", {})  # the library tries 500 again, for half a minute
         if name not in files:
             return self.reply(404, b"", {"X-Error-Code": "EntryNotFound"})
         etag = f'"{digest(files[name])}"'
@@ -285,7 +285,7 @@ def test_files_that_are_complete_are_not_downloaded_again(hub: ThreadingHTTPServ
     port = hub.server_address[1]
     hub.failing.append("model.safetensors")  # type: ignore[attr-defined]
     [[kind, text]] = call(port, tmp_path, ("owner/model", {}))
-    assert kind == "error" and "500" in text and "check the network" in text
+    assert kind == "error" and "400" in text and "check the network" in text
     del hub.failing[:]  # type: ignore[attr-defined]
     del hub.seen[:]  # type: ignore[attr-defined]
     [[kind, folder]] = call(port, tmp_path, ("owner/model", {}))
