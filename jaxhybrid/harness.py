@@ -39,7 +39,8 @@ class JaxHybridLM(TemplateLM):
     """A model of this package in lm-eval.
 
     pretrained: a folder or hub id (None: the model inside the package), or a `Model`. dtype, quantize: of the
-    weights, as in the commands. max_length: most tokens of a request (None: the model's context, else 2,048).
+    weights, as in the commands. adapter: a folder of PEFT's. max_length: most tokens of a request (None: the
+    model's context, else 2,048).
     max_gen_toks: what a task writes that does not say. batch_size: sequences side by side ("auto": 16).
     add_bos_token: whether a text begins with BOS (None: as its tokenizer has it). think_end_token: a text up
     to which generated text is reasoning, which is cut off.
@@ -51,6 +52,7 @@ class JaxHybridLM(TemplateLM):
         *,
         dtype: str = "auto",
         quantize: str | None = None,
+        adapter: str | None = None,
         max_length: int | None = None,
         max_gen_toks: int = 256,
         batch_size: int | str = "auto",
@@ -62,7 +64,7 @@ class JaxHybridLM(TemplateLM):
     ) -> None:
         super().__init__()
         if not isinstance(pretrained, Model):
-            pretrained = load_model(pretrained, dtype, max_length, quantize)
+            pretrained = load_model(pretrained, dtype, max_length, quantize, adapter)
         self.model = pretrained
         self.max_gen_toks = int(max_gen_toks)
         self.batch_size = 16 if str(batch_size).startswith("auto") else int(batch_size)

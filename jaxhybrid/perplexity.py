@@ -27,7 +27,8 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("file", nargs="?", default="-", metavar="FILE", help="a UTF-8 text")
-    add("--model", metavar="PATH", help="a Hugging Face folder, or a hub id to download")
+    add("--model", metavar="PATH", help="a model folder, a .gguf file, or a hub id to download")
+    add("--adapter", metavar="FOLDER", help="a LoRA adapter for the model, as PEFT writes it")
     add("--ctx", type=int, metavar="N", help="tokens of a window (default: 2048, or the model's context)")
     add("--stride", type=int, metavar="N", help="tokens from window to window (default: half of --ctx)")
     add("--continuous", action="store_true", help="no windows: the recurrent state runs on through the text")
@@ -56,7 +57,7 @@ def _run(args: argparse.Namespace) -> int:
     from jaxhybrid.report import load_model, progress_bar
     from jaxhybrid.rolling import perplexity
 
-    model = load_model(args.model, args.dtype, args.ctx, args.quantize)
+    model = load_model(args.model, args.dtype, args.ctx, args.quantize, args.adapter)
     with progress_bar("reading the text") as progress:
         found = perplexity(
             model,

@@ -78,15 +78,15 @@ def perplexity(
             raise UsageError(f"{name}: {value} must be at least 1")
     bos: list[int] = []
     if isinstance(text, str):
-        tokens = model.tokenizer.encode(text, add_special_tokens=False)
+        tokens = model.tokenizer.encode_long(text)
         if model.tokenizer.bos_id is not None and model.tokenizer.adds_bos:
             bos = [model.tokenizer.bos_id]
     else:
-        tokens = list(text)
+        tokens = np.asarray(text, np.int64)
     if len(bos) + len(tokens) < 2:
         needed = "one is" if bos else "two are"
-        raise UsageError(f"the text is too short, {needed} needed: it has {len(tokens)} tokens")
-    tokens = encode_prompt(model, tokens)
+        raise UsageError(f"the text is too short, {needed} needed: tokens in it: {len(tokens)}")
+    encode_prompt(model, [tokens.min(), tokens.max()])  # complains of those outside the vocabulary
     if continuous:
         if ctx is not None or stride is not None:
             raise UsageError("continuous: there are no windows; leave ctx and stride (--ctx, --stride) out")
@@ -108,7 +108,7 @@ def perplexity(
 class _Windows:
     """Windows of a text, `ctx` tokens each, with BOS, unless the text is shorter; the last ends with it."""
 
-    tokens: list[int]
+    tokens: np.ndarray
     bos: list[int]
     ctx: int
     stride: int
@@ -127,10 +127,12 @@ class _Windows:
         ends = [*range(width, len(self.tokens), self.stride), len(self.tokens)]
         for before, end in zip([0, *ends], ends, strict=False):
             new = min(end - before, self.length - 1)
-            yield [*self.bos, *self.tokens[end - width : end]], self.length - new
+            yield [*self.bos, *self.tokens[end - width : end].tolist()], self.length - new
 
 
-def _windows(hp: Hparams, tokens: list[int], bos: list[int], ctx: int | None, stride: int | None) -> _Windows:
+def _windows(
+    hp: Hparams, tokens: np.ndarray, bos: list[int], ctx: int | None, stride: int | None
+) -> _Windows:
     if ctx is None:
         ctx = min(DEFAULT_WINDOW, hp.context_length or DEFAULT_WINDOW)
     if ctx < 2:

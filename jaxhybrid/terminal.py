@@ -196,8 +196,9 @@ def _line_editing() -> Iterator[None]:
     if not sys.stdin.isatty():
         yield
         return
-    # Python turns it off; pasted lines are one message
-    readline.parse_and_bind("set enable-bracketed-paste on")
+    if os.environ.get("TERM", "dumb") != "dumb":
+        # pasted lines are one message; Python turns it off
+        readline.parse_and_bind("set enable-bracketed-paste on")
     base = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
     file = base / "jaxhybrid" / "history"
     with suppress(OSError):

@@ -1,10 +1,11 @@
 """Text to token ids and back."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import tokenizers
 from tokenizers.processors import TemplateProcessing
 
@@ -12,6 +13,12 @@ from jaxhybrid.chat import ChatTemplate, one_line, read_chat_template, read_json
 from jaxhybrid.errors import TokenizerError, UsageError
 from jaxhybrid.files.config import atomic_path, write_json
 from jaxhybrid.files.source import gguf_part, is_gguf
+
+PIECE, OVERLAP = 1 << 18, 1 << 11
+"""Characters that `encode_long` encodes at one time, for a tokenizer takes 200 bytes for each, and twice."""
+
+AGREE = 16
+"""Tokens on either side of a place where two pieces are joined."""
 
 BROKEN = "\ufffd"
 """What decoding writes for bytes that are no character, or not yet one."""
@@ -130,13 +137,27 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`; with `add_special_tokens`, BOS and the like where the model has
         them. Special tokens written out in the text become their ids."""
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise UsageError(
-                f"the text is not valid Unicode at character {error.start}: give it as UTF-8"
-            ) from error
+        _check_unicode(text)
         return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def encode_long(self, text: str) -> np.ndarray:
+        """Token ids [N] int32 of `text` without special tokens, as `encode` gives them, in little memory.
+
+        Pieces that overlap are encoded one after the other, and joined where both have the same tokens. Where
+        they have none in common, as in a long run of one letter, the text is encoded as a whole.
+        """
+        _check_unicode(text)
+        encode = partial(self.backend.encode, add_special_tokens=False)
+        parts: list[np.ndarray] = []
+        piece, first = encode(text[:PIECE]), 0
+        for begin in range(PIECE - OVERLAP, len(text) - OVERLAP, PIECE - OVERLAP):
+            after = encode(text[begin : begin + PIECE])
+            met = _meeting(piece, after, PIECE - OVERLAP)
+            if met is None:
+                return np.asarray(encode(text).ids, np.int32)
+            parts.append(np.asarray(piece.ids[first : met[0]], np.int32))
+            piece, first = after, met[1]
+        return np.concatenate([*parts, np.asarray(piece.ids[first:], np.int32)])
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """Text of token ids; ids that the tokenizer does not know are left out, and bytes that
@@ -198,6 +219,26 @@ class Tokenizer:
     def _special_texts(self) -> frozenset[str]:
         added = self.backend.get_added_tokens_decoder().values()
         return frozenset(token.content for token in added if token.special)
+
+
+def _check_unicode(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UsageError(
+            f"the text is not valid Unicode at character {error.start}: give it as UTF-8"
+        ) from error
+
+
+def _meeting(before: tokenizers.Encoding, after: tokenizers.Encoding, shift: int) -> tuple[int, int] | None:
+    """Tokens of two encodings, the second of which begins `shift` characters later, with the same tokens
+    around them; None where there are none."""
+    starts = {start + shift: j for j, (start, _) in enumerate(after.offsets)}
+    for i in range(len(before.ids) - AGREE, AGREE, -1):
+        j = starts.get(before.offsets[i][0], 0)
+        if j >= AGREE and before.ids[i - AGREE : i + AGREE] == after.ids[j - AGREE : j + AGREE]:
+            return i, j
+    return None
 
 
 def _checked_id(token: int) -> int:

@@ -126,8 +126,8 @@ def test_one_shape_is_compiled(models):
 @pytest.mark.parametrize(
     ("text", "options", "message"),
     [
-        ("", {}, "two are needed: it has 0 tokens"),
-        ("a", {}, "two are needed: it has 1 tokens"),
+        ("", {}, "too short, two are needed: tokens in it: 0"),
+        ("a", {}, "too short, two are needed: tokens in it: 1"),
         ("abc", {"ctx": 1}, "ctx: 1 must be at least 2"),
         ("abc", {"ctx": 8, "stride": 8}, "stride: 8 must be from 1 to ctx - 1, which is 7"),
         ("abc", {"stride": 0}, "stride: 0"),
@@ -164,10 +164,22 @@ def test_a_file_or_standard_input_one_line_or_json(run, models, folders, tmp_pat
     assert (found["tokens"], found["windows"]) == (expected.n_tokens, expected.windows)
 
 
+def test_an_adapter_changes_the_figures(run, folders, models, tmp_path):
+    lora = jh.init_lora(models["hybrid"].params, jax.random.key(0))
+    jh.save_adapter(tmp_path / "adapter", jax.tree.map(lambda x: x + 0.1, lora))
+    adapted = jh.load(folders["hybrid"], adapter=tmp_path / "adapter")
+    options = ["--ctx", 64, "--stride", 32, "--batch-size", 2, "--ubatch", 16, "--json"]
+    _, out, _ = run(
+        "--model", folders["hybrid"], "--adapter", tmp_path / "adapter", *options, stdin=TEXT.encode()
+    )
+    found, without = (jh.perplexity(m, TEXT, ctx=64, stride=32, **FEW) for m in (adapted, models["hybrid"]))
+    assert json.loads(out)["nll"] == pytest.approx(found.nll, rel=1e-6) != pytest.approx(without.nll)
+
+
 @pytest.mark.parametrize(
     ("arguments", "stdin", "message"),
     [
-        ([], b"", "two are needed: it has 0 tokens"),
+        ([], b"", "too short, two are needed: tokens in it: 0"),
         ([], b"caf\xe9", "standard input: byte 3 (0xe9) is not UTF-8"),
         (["nowhere.txt"], b"", "nowhere.txt: No such file"),
         (["/"], b"", "/: Is a directory"),

@@ -3,15 +3,18 @@
 import json
 from functools import cache
 from pathlib import Path
+from random import Random
 from tempfile import mkdtemp
+from unittest.mock import Mock
 
 import pytest
 import tiny
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models
+from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
+from jaxhybrid import text as module
 from jaxhybrid.errors import TokenizerError, UsageError
 from jaxhybrid.text import BROKEN, Tokenizer
 from jaxhybrid.text_stream import StopStrings, TextStream
@@ -71,6 +74,33 @@ def test_no_piece_is_half_a_character(text):
         said += stream.push(token)
         assert text.startswith(said)
     assert said + stream.finish() == text
+
+
+def test_a_long_text_is_encoded_piece_by_piece(monkeypatch):
+    words = "ab abc b c a\n \n\nca  cab   abba " + TEXT
+    trained = Backend(models.BPE())
+    trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trained.train_from_iterator([words * 3], trainers.BpeTrainer(vocab_size=100, show_progress=False))
+    llama = Backend(models.BPE(byte_fallback=True))  # a text is one word, which begins with a space
+    llama.normalizer = normalizers.Sequence([normalizers.Prepend("_"), normalizers.Replace(" ", "_")])
+    llama.train_from_iterator([words * 3], trainers.BpeTrainer(vocab_size=100, show_progress=False))
+    monkeypatch.setattr(module, "PIECE", 200)
+    monkeypatch.setattr(module, "OVERLAP", 100)
+    random = Random(0)
+    for tokenizer in (Tokenizer(trained), Tokenizer(llama), byte_level()):
+        for n in (0, 1, 199, 200, 201, 1234):
+            text = "".join(random.choices(words, k=n))
+            whole = tokenizer.encode(text, add_special_tokens=False)
+            assert tokenizer.encode_long(text).tolist() == whole
+        with monkeypatch.context() as patch:
+            encode = Mock(wraps=tokenizer.backend.encode)
+            patch.setattr(tokenizer, "backend", Mock(encode=encode))
+            assert tokenizer.encode_long(text).tolist() == whole
+            assert max(len(call.args[0]) for call in encode.call_args_list) == 200
+        run = "a" * 777  # pieces may have nothing in common
+        assert tokenizer.encode_long(run).tolist() == tokenizer.encode(run, add_special_tokens=False)
+    with pytest.raises(UsageError, match="not valid Unicode at character 300"):
+        tokenizer.encode_long("a" * 300 + "\ud800" + "b" * 300)
 
 
 def test_special_tokens_are_silent_and_known():
