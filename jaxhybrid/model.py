@@ -15,9 +15,8 @@ from jaxhybrid.cache import hybrid
 from jaxhybrid.cache.hybrid import Cache, Memory
 from jaxhybrid.hparams import Hparams
 from jaxhybrid.mixers.memory import Causal, RowStates
-from jaxhybrid.ops.linear import linear
+from jaxhybrid.ops.linear import linear, lookup
 from jaxhybrid.ops.norms import rms_norm
-from jaxhybrid.ops.quantized import dense
 from jaxhybrid.ops.scale import times
 from jaxhybrid.params import Params, Tree, initialise, matrix, vector
 
@@ -65,7 +64,7 @@ def init_params(hparams: Hparams, key: Array, dtype: Any = jnp.float32) -> Param
 
 def _embed(params: Params, tokens: Array) -> Array:
     hp = params.hparams
-    x = dense(params["embed"]["weight"][tokens]) * jnp.asarray(hp.embedding_multiplier, params.dtype)
+    x = lookup(params["embed"]["weight"], tokens) * jnp.asarray(hp.embedding_multiplier, params.dtype)
     return x.astype(jnp.float32) if hp.residual_in_float32 else x
 
 

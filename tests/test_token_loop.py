@@ -8,6 +8,7 @@ import pytest
 import jaxhybrid as jh
 from jaxhybrid import token_loop as loop
 from jaxhybrid.hparams import AttentionHparams, Mamba2Hparams, MlpHparams
+from jaxhybrid.ops.linear import lookup
 from jaxhybrid.sampling import make_sampling
 
 VOCAB = 53
@@ -165,3 +166,24 @@ def test_stopping_rows_from_outside(params):
     out, cache, state = loop.advance(params, cache, state, n_tokens=4, n_kv=None, aligned=True)
     assert np.all(np.asarray(out)[0] == -1) and np.all(np.asarray(out)[1] >= 0)
     assert int(jh.seq_pos_max(cache, 0)) == 3
+
+
+def test_a_loop_over_tokens_does_not_widen_the_bfloat16_embeddings():
+    weight = jax.random.normal(jax.random.key(0), (4096, 64), jnp.bfloat16)
+
+    def total(weight, token):  # each token says which is next
+        def body(_, carry):
+            token, sums = carry
+            x = lookup(weight, token)
+            return (token * 7 + x[:, 0].astype(jnp.int32)) % 4096, sums + x.astype(jnp.float32)
+
+        return jax.lax.fori_loop(0, 5, body, (token, jnp.zeros((1, 64))))[1].sum()
+
+    token = jnp.asarray([3])
+    compiled = jax.jit(total).lower(weight, token).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < weight.nbytes
+    index = jnp.asarray([[3, 4095], [0, 3]])
+    assert (lookup(weight, index) == weight[index]).all()
+    found = jax.grad(lambda w: lookup(w, index).sum())(weight)
+    expected = jax.grad(lambda w: w[index].sum())(weight)
+    assert (found == expected).all() and float(found[3, 0]) == 2

@@ -7,7 +7,7 @@ from jax import Array, lax
 
 from jaxhybrid.kernels import products
 from jaxhybrid.ops.adapted import AdaptedMatrix
-from jaxhybrid.ops.quantized import QuantizedMatrix, Weight, quantized_product
+from jaxhybrid.ops.quantized import QuantizedMatrix, Weight, dense, quantized_product
 from jaxhybrid.precision import precision_of
 
 _FEW_ROWS = 64
@@ -30,6 +30,26 @@ def contract(spec: str, a: Array, b: Array) -> Array:
     if a.dtype == b.dtype and (a.dtype == jnp.float32 or a.ndim == b.ndim == 3):
         return native(a, b)
     return lax.platform_dependent(a, b, cpu=widened, default=native)
+
+
+def lookup(weight: Weight, index: Array) -> Array:
+    """Rows [..., in] of weight [out, in] by index [...], in the dtype of activations.
+
+    XLA's CPU compiler gathers bfloat16 as float32, and a loop over tokens would have the whole table widened
+    before it begins; out of a conditional, which always takes this branch, nothing is moved.
+    """
+
+    def gather(weight: Array, index: Array) -> Array:
+        return weight[index]
+
+    def on_cpu(weight: Array, index: Array) -> Array:
+        nothing = jnp.zeros((*index.shape, weight.shape[-1]), weight.dtype)
+        always = index.ravel()[0] != jnp.iinfo(index.dtype).min
+        return lax.cond(always, gather, lambda *_: nothing, weight, index)
+
+    if isinstance(weight, QuantizedMatrix) or weight.dtype == jnp.float32 or not index.size:
+        return dense(weight[index])
+    return lax.platform_dependent(weight, index, cpu=on_cpu, default=gather)
 
 
 def _product(rows: Array, weight: Array) -> Array:
